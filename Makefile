@@ -1,0 +1,31 @@
+# The targets a user needs; docs: README.md. Everything else is `.venv/bin/lab --help`.
+.PHONY: demo test setup lint bench test-docker format proto lock
+PY := .venv/bin/python
+
+demo: setup
+	@$(PY) -m lab verify topologies/quickstart.yaml
+
+test: setup
+	$(PY) -m pytest tests/unit tests/netns $(PYTEST_ARGS)
+
+test-docker: setup
+	$(PY) -m pytest tests/docker $(PYTEST_ARGS)
+
+setup:
+	@scripts/setup
+
+lint: setup
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+
+format: setup
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+bench: setup
+	$(PY) -m scripts.bench
+
+lock:
+	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header pyproject.toml --group dev -o requirements.lock
+	echo 'setuptools>=77' | uv pip compile --python-version 3.11 --generate-hashes --no-emit-index-url --no-header - -o requirements-build.lock
