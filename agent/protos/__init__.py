@@ -1,0 +1,1 @@
+"""Generated messages that `xds-protos` does not have: the name table and the certificate service."""
