@@ -1,0 +1,377 @@
+"""Every verb of ``lab``. Parsing, printing and exit codes only; the work is done in the rooms below.
+
+Exit codes (docs/reference.md): 0 all well or all verdicts hold; 1 a verdict failed; 2 wrong usage, bad input or
+nothing to run; 3 something could not be observed on this kernel; if both 1 and 3 apply, 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from lab.errors import InputError, LabError, ObservationError
+
+if TYPE_CHECKING:
+    from lab.manifests.model import Mesh
+
+BACKENDS = ("auto", "legacy", "nft", "native-nft")
+KINDS = ("bootstrap", "listeners", "routes", "clusters", "endpoints", "secrets", "nds", "all")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit code; errors become one line on stderr, never a traceback."""
+    try:
+        result = cli.main(args=list(sys.argv[1:] if argv is None else argv), prog_name="lab", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        return 2
+    except click.UsageError as error:
+        return _fail(InputError(error.format_message().rstrip("."), next_step=_usage_hint(error)))
+    except click.ClickException as error:
+        return _fail(InputError(error.format_message()))
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    except LabError as error:
+        return _fail(error)
+    except BrokenPipeError:
+        # The reader of our output went away (`lab ls | head`): nothing is wrong on our side.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return result if isinstance(result, int) else 0
+
+
+def _fail(error: LabError) -> int:
+    click.echo(f"error: {error}", err=True)
+    return error.exit_code
+
+
+def _usage_hint(error: click.UsageError) -> str:
+    return f"See `{error.ctx.command_path} --help`" if error.ctx else "See `lab --help`"
+
+
+def _print_json(document: object) -> None:
+    click.echo(json.dumps(document, indent=2, default=str))
+
+
+def _need_root(what: str) -> None:
+    if os.geteuid() != 0:
+        raise InputError(
+            f"{what} needs root",
+            why="it makes network namespaces and mounts",
+            next_step="Run it with sudo",
+        )
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="sidecarlab", prog_name="lab")
+def cli() -> None:
+    """An Istio-style sidecar mesh on one Linux machine, with packets as proof of where every connection goes."""
+
+
+# --- running labs ---------------------------------------------------------------------------
+
+
+@cli.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path())
+@click.option("--name", "-n", help="Name of the lab (default: from the first file's name).")
+@click.option("-d", "--detach", is_flag=True, help="Return when ready; the lab keeps running until `lab down`.")
+@click.option("--runtime", type=click.Choice(["netns", "docker"]), default="netns", show_default=True)
+@click.option("--iptables", "backend", type=click.Choice(BACKENDS), default="auto", show_default=True)
+@click.option("--dry-run", is_flag=True, help="Print the plan and do nothing.")
+@click.option("--json", "as_json", is_flag=True)
+def up(
+    files: tuple[str, ...], name: str | None, detach: bool, runtime: str, backend: str, dry_run: bool, as_json: bool
+) -> int:
+    """Bring a lab up from manifests. Attached by default: Ctrl-C takes it down."""
+    from lab.manifests.load import load
+
+    mesh = load(files, name=name)
+    _warn(mesh)
+    if dry_run:
+        return _plan(mesh, backend, as_json)
+    if runtime == "docker":
+        raise InputError("--runtime docker is not available in this version", next_step="Leave it out to use netns")
+    _need_root("lab up")
+    from lab import lifecycle
+
+    if not detach:
+        return lifecycle.run_attached(mesh, backend=backend, on_ready=lambda info: _show_ready(info, as_json))
+    _show_ready(lifecycle.start_detached(mesh, backend=backend), as_json)
+    return 0
+
+
+def _show_ready(info: Mapping[str, Any], as_json: bool) -> None:
+    if as_json:
+        _print_json(info)
+    else:
+        from lab.show import inspect_table
+
+        inspect_table(info)
+    sys.stdout.flush()
+
+
+def _plan(mesh: Mesh, backend: str, as_json: bool) -> int:
+    from lab.show import plan_document, plan_text
+
+    document = plan_document(mesh, backend)
+    if as_json:
+        _print_json(document)
+    else:
+        click.echo(plan_text(document))
+    return 0
+
+
+@cli.command()
+@click.argument("name", required=False)
+@click.option("--all", "everything", is_flag=True, help="Every lab on this machine.")
+@click.option("--graceful", is_flag=True, help="SIGTERM first and wait for the drain.")
+@click.option("--json", "as_json", is_flag=True)
+def down(name: str | None, everything: bool, graceful: bool, as_json: bool) -> int:
+    """Take a lab down, also after a crash. Twice is fine."""
+    from lab.fabric import record
+
+    _need_root("lab down")
+    if everything and name:
+        raise InputError("both a name and --all", next_step="Give one of them")
+    names = [lab.name for lab in record.list_labs()]
+    if everything:
+        targets = names
+    elif name:
+        targets = [name]
+    elif len(names) == 1:
+        targets = names
+    else:
+        raise InputError(
+            "which lab?" if names else "no lab is up",
+            why=f"up: {', '.join(names)}" if names else "",
+            next_step="Give a name or --all" if names else "",
+        )
+    removed: dict[str, list[str]] = {}
+    for target in targets:
+        if graceful:
+            from lab import lifecycle
+
+            lifecycle.drain(target)
+        removed[target] = list(record.down(target))
+    if as_json:
+        _print_json({"down": removed})
+    else:
+        for target, things in removed.items():
+            click.echo(f"{target}: down" if things else f"{target}: nothing to take down", err=True)
+    return 0
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True)
+def ls(as_json: bool) -> int:
+    """List the labs on this machine."""
+    from lab.fabric import record
+
+    labs = [{"name": lab.name, "state": lab.state, "pid": lab.pid} for lab in record.list_labs()]
+    if as_json:
+        _print_json({"labs": labs})
+        return 0
+    from lab.show import labs_table
+
+    labs_table(labs)
+    return 0
+
+
+@cli.command()
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True)
+def inspect(name: str | None, as_json: bool) -> int:
+    """Show what runs in a lab: pods, addresses, readiness, pids, rejected configuration."""
+    from lab import lifecycle
+
+    info = lifecycle.inspect(_running(name))
+    if as_json:
+        _print_json(info)
+    else:
+        from lab.show import inspect_table
+
+        inspect_table(info)
+    return 0
+
+
+def _running(name: str | None, pod: str | None = None) -> str:
+    """The name of a running lab: as given, or the only one (that has the pod)."""
+    from lab.fabric import record
+
+    labs = [lab for lab in record.list_labs() if lab.state == "running"]
+    names = [lab.name for lab in labs]
+    if name:
+        if name in names:
+            return name
+        raise InputError(
+            f"no lab {name!r} is up", why=f"up: {', '.join(names) or 'none'}", next_step="See `lab ls`, or `lab up FILE`"
+        )
+    if not names:
+        raise InputError("no lab is up", next_step="Start one with `lab up FILE`")
+    if pod and len(names) > 1:
+        from lab import lifecycle
+
+        names = [n for n in names if lifecycle.stored_mesh(n).pod(pod)]
+    if len(names) != 1:
+        raise InputError("which lab?", why=f"up: {', '.join(lab.name for lab in labs)}", next_step="Add --lab NAME")
+    return names[0]
+
+
+@cli.command("exec", context_settings={"ignore_unknown_options": True})
+@click.argument("pod")
+@click.option("--as", "user", default="app", show_default=True, help="app, proxy, root or a numeric uid.")
+@click.option("--lab", "lab_name", help="Which lab, if several are up.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def exec_(pod: str, user: str, lab_name: str | None, command: tuple[str, ...]) -> int:
+    """Run a command inside a pod; its exit code is the command's."""
+    _need_root("lab exec")
+    if not command:
+        raise InputError("no command given", next_step="Write `lab exec POD -- CMD...`")
+    uids = {"app": 1000, "proxy": 1337, "root": 0}
+    if user not in uids and not user.isdigit():
+        raise InputError(f"unknown user {user!r} for --as", next_step="Use app, proxy, root or a numeric uid")
+    uid = uids[user] if user in uids else int(user)
+    name = _running(lab_name, pod)
+    from lab import lifecycle
+
+    return lifecycle.exec_in_pod(name, pod, list(command), uid)
+
+
+# --- verdicts -------------------------------------------------------------------------------
+
+
+@cli.command()
+@click.argument("what", nargs=-1, metavar="[NAME|FILE...]")
+@click.option("--only", metavar="GLOB", help="Only tests whose name matches.")
+@click.option("--junit", type=click.Path(dir_okay=False), help="Write a JUnit report here.")
+@click.option("--iptables", "backend", type=click.Choice(BACKENDS), default="auto", show_default=True)
+@click.option("--json", "as_json", is_flag=True)
+def verify(what: tuple[str, ...], only: str | None, junit: str | None, backend: str, as_json: bool) -> int:
+    """Run every TrafficTest of a lab and compare what happened with what it expects.
+
+    A lab that is not up is brought up from FILE and taken down again.
+    """
+    from lab import verify as verification
+
+    _need_root("lab verify")
+    outcome = verification.verify(what, only=only, backend=backend, log=lambda line: click.echo(line, err=True))
+    if junit:
+        try:
+            Path(junit).write_text(outcome.junit(), encoding="utf-8")
+        except OSError as error:
+            raise InputError("cannot write the JUnit report", junit, error.strerror or "") from None
+    if as_json:
+        _print_json(outcome.to_json())
+    else:
+        outcome.print_table()
+    return outcome.exit_code
+
+
+# --- manifests ------------------------------------------------------------------------------
+
+
+@cli.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path())
+@click.option("--json", "as_json", is_flag=True)
+def validate(files: tuple[str, ...], as_json: bool) -> int:
+    """Check manifests; needs no root and nothing running."""
+    from lab.manifests.load import check
+
+    mesh, errors = check(files)
+    warnings = mesh.warnings if mesh else ()
+    if as_json:
+        _print_json(
+            {
+                "valid": not errors,
+                "errors": [str(e) for e in errors],
+                "warnings": [{"where": str(w.source), "message": w.message} for w in warnings],
+            }
+        )
+    else:
+        for warning in warnings:
+            click.echo(f"warning: {warning.source}: {warning.message}", err=True)
+        for error in errors:
+            click.echo(f"error: {error}", err=True)
+        if mesh and not errors:
+            click.echo(
+                f"{mesh.name}: valid, {len(mesh.pods)} pods, {len(mesh.services)} services, {len(mesh.tests)} tests"
+            )
+    return 2 if errors else 0
+
+
+@cli.command()
+def schema() -> int:
+    """Print the JSON Schema of the lab's own kinds."""
+    from lab.manifests.schema import json_schema
+
+    _print_json(json_schema())
+    return 0
+
+
+@cli.command("proxy-config")
+@click.argument("pod")
+@click.argument("kind", type=click.Choice(KINDS), default="all")
+@click.option("-f", "--file", "files", multiple=True, type=click.Path(), help="What discovery would send; nothing runs.")
+@click.option("--evidence", is_flag=True, help="With -f: include the lab's own evidence access log.")
+@click.option("--lab", "lab_name", help="Which lab, if several are up.")
+@click.option("--json", "as_json", is_flag=True)
+def proxy_config(
+    pod: str, kind: str, files: tuple[str, ...], evidence: bool, lab_name: str | None, as_json: bool
+) -> int:
+    """Show a proxy's configuration, or with -f what discovery would send it."""
+    from lab import proxyconfig
+
+    if files:
+        from lab.manifests.load import load
+
+        document = proxyconfig.from_files(load(files), pod, kind, evidence=evidence)
+    else:
+        _need_root("lab proxy-config of a running proxy")
+        document = proxyconfig.from_proxy(_running(lab_name, pod), pod, kind)
+    if as_json:
+        _print_json(document)
+    else:
+        proxyconfig.print_summary(document)
+    return 0
+
+
+@cli.command()
+@click.argument("what", nargs=-1, required=True, metavar="FILE|NAME...")
+@click.option("-o", "--output", type=click.Choice(["mermaid", "dot", "svg", "html"]), default="mermaid", show_default=True)
+def graph(what: tuple[str, ...], output: str) -> int:
+    """Draw a mesh."""
+    from lab import graph as drawing
+
+    mesh = _mesh_of(what)
+    click.echo(drawing.render(mesh, output))
+    return 0
+
+
+def _mesh_of(what: Sequence[str]) -> Mesh:
+    from lab.fabric import record
+
+    if len(what) == 1 and not os.path.exists(what[0]) and any(lab.name == what[0] for lab in record.list_labs()):
+        from lab import lifecycle
+
+        return lifecycle.stored_mesh(what[0])
+    from lab.manifests.load import load
+
+    return load(what)
+
+
+def _warn(mesh: Mesh) -> None:
+    for warning in mesh.warnings:
+        click.echo(f"warning: {warning.source}: {warning.message}", err=True)
+
+
+def _unreachable(value: object) -> NoReturn:
+    raise AssertionError(value)
+
+
+__all__ = ["InputError", "ObservationError", "cli", "main"]
