@@ -116,7 +116,7 @@ class Pod:
     """A pod, written as such or made from a Deployment; ``ip`` is set, ``injected`` is decided.
 
     ``ips`` holds every address (IPv4 first unless the manifest says otherwise); ``ip`` is the first.
-    ``proxy_env`` are extra environment variables of init and agent (from ProxyConfig proxyMetadata).
+    ``proxy_config`` is the annotation ``proxy.istio.io/config`` as plain data with camelCase keys, as written.
     """
 
     meta: Meta
@@ -130,6 +130,7 @@ class Pod:
     owner_name: str = ""
     dns_search: tuple[str, ...] = ()
     ready: bool = True
+    proxy_config: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def ip(self) -> str:
@@ -355,6 +356,7 @@ class MeshConfig:
     path_normalization: Literal["DEFAULT", "NONE", "BASE", "MERGE_SLASHES", "DECODE_AND_MERGE_SLASHES"] = "DEFAULT"
     default_config: Mapping[str, object] = field(default_factory=dict)
     source: Source = Source()
+    raw: Mapping[str, object] = field(default_factory=dict)  # the whole MeshConfig as written
 
 
 # --- sidecarlab.dev/v1alpha1 ----------------------------------------------------------------

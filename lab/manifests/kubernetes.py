@@ -1,0 +1,537 @@
+"""Kubernetes objects to the model: pods and Deployments, Services, endpoints."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from lab.errors import InputError
+from lab.manifests import injection, protocol
+from lab.manifests.addresses import Claim, ServiceDraft
+from lab.manifests.document import Map, locate, parse, plain
+from lab.manifests.item import Item
+from lab.manifests.model import (
+    Container,
+    ContainerPort,
+    EndpointAddress,
+    EndpointSlice,
+    LabelExpression,
+    LabelSelector,
+    Meta,
+    Pod,
+    Service,
+    ServicePort,
+)
+from lab.manifests.problems import Problems, did_you_mean
+from lab.manifests.schema import kubernetes as schema
+from lab.manifests.schema.base import Reading, read
+
+_FIELD = "\0field:"
+"""Marks an environment variable whose value is known once addresses are."""
+_FIELDS = frozenset(
+    {
+        "metadata.name",
+        "metadata.namespace",
+        "metadata.uid",
+        "spec.serviceAccountName",
+        "spec.nodeName",
+        "status.podIP",
+        "status.podIPs",
+        "status.hostIP",
+    }
+)
+
+
+def _environment(
+    container: schema.Container, item: Item, path: tuple[str | int, ...], problems: Problems
+) -> dict[str, str]:
+    result = {}
+    for index, entry in enumerate(container.env):
+        value = entry.value or ""
+        if entry.value_from is not None and entry.value_from.field_ref is not None:
+            wanted = entry.value_from.field_ref.field_path
+            if wanted not in _FIELDS:
+                problems.warn(
+                    locate(item.document, (*path, "env", index)),
+                    f"{item.subject}: env {entry.name}: fieldPath {wanted} is not resolved by the lab",
+                )
+            else:
+                value = _FIELD + wanted
+        result[entry.name] = value
+    return result
+
+
+def _containers(
+    spec: schema.PodSpec, item: Item, path: tuple[str | int, ...], problems: Problems
+) -> tuple[Container, ...]:
+    result: list[Container] = []
+    for index, container in enumerate(spec.containers):
+        if container.name == injection.PROXY_CONTAINER:
+            problems.warn(
+                locate(item.document, (*path, "containers", index)),
+                f"{item.subject}: container istio-proxy is left out, the lab starts its own agent",
+            )
+            continue
+        where = (*path, "containers", index)
+        if any(other.name == container.name for other in result):
+            problems.error(
+                locate(item.document, where),
+                f'container "{container.name}" written twice',
+                f"{item.subject}: names of containers are unique in a pod",
+            )
+        if container.args and not container.command:
+            problems.warn(
+                locate(item.document, (*where, "args")),
+                f"{item.subject}: container {container.name} has args but no command, so it runs the echo app; args are not used",
+            )
+        context = container.security_context
+        shared = spec.security_context
+        user = (
+            context.run_as_user
+            if context and context.run_as_user is not None
+            else shared.run_as_user
+            if shared
+            else None
+        )
+        group = (
+            context.run_as_group
+            if context and context.run_as_group is not None
+            else shared.run_as_group
+            if shared
+            else None
+        )
+        if user == injection.PROXY_UID:
+            problems.warn(
+                locate(item.document, (*where, "securityContext")),
+                f"{item.subject}: container {container.name} runs as 1337, the proxy's uid: none of its traffic is captured",
+            )
+        result.append(
+            Container(
+                name=container.name,
+                image=container.image,
+                command=tuple(container.command),
+                args=tuple(container.args),
+                env=_environment(container, item, where, problems),
+                ports=tuple(ContainerPort(port.container_port, port.name, port.protocol) for port in container.ports),
+                run_as_user=user,
+                run_as_group=group,
+                working_dir=container.working_dir,
+            )
+        )
+    seen: dict[tuple[int, str], str] = {}
+    for container_ in result:
+        for port in container_.ports:
+            key = (port.port, port.protocol)
+            if key in seen:
+                problems.error(
+                    locate(item.document, (*path, "containers")),
+                    f"port {port.port}/{port.protocol} declared twice",
+                    f"{item.subject}: containers {seen[key]} and {container_.name} share one network namespace",
+                )
+            seen[key] = container_.name
+    return tuple(result)
+
+
+def _proxy_config(
+    annotations: Mapping[str, str], item: Item, path: tuple[str | int, ...], problems: Problems
+) -> dict[str, object]:
+    text = annotations.get(injection.PROXY_CONFIG)
+    if text is None:
+        return {}
+    from lab.manifests.schema.mesh_config import ProxyConfig
+
+    source = locate(item.document, (*path, "annotations", injection.PROXY_CONFIG))
+    try:
+        documents = parse(text, source.file, source.line)
+    except InputError as error:
+        problems.errors.append(error)
+        return {}
+    if not documents:
+        return {}
+    read(ProxyConfig, documents[0], Reading(problems, f"{item.subject}, annotation {injection.PROXY_CONFIG}"))
+    data = plain(documents[0])
+    return data if isinstance(data, dict) else {}
+
+
+def _check_annotations(
+    annotations: Mapping[str, str], item: Item, path: tuple[str | int, ...], problems: Problems
+) -> None:
+    known = {*injection.ANNOTATIONS, *injection.OTHER_ANNOTATIONS, *injection.UNUSED_ANNOTATIONS}
+    for name, value in annotations.items():
+        source = locate(item.document, (*path, "annotations", name))
+        check = injection.ANNOTATIONS.get(name)
+        if check is not None:
+            try:
+                check(value)
+            except ValueError as error:
+                problems.error(source, f'bad value "{value}" of annotation {name}', f"{item.subject}: {error}")
+        elif name in injection.UNUSED_ANNOTATIONS:
+            problems.warn(source, f"{item.subject}: annotation {name} is accepted, but the lab does not act on it")
+        elif name not in known and name.split("/")[0] in ("sidecar.istio.io", "traffic.sidecar.istio.io"):
+            problems.warn(
+                source, f"{item.subject}: Istio has no annotation {name}. {did_you_mean(name, known)}".rstrip()
+            )
+
+
+def _pod(
+    meta: Meta,
+    spec: schema.PodSpec,
+    item: Item,
+    spec_path: tuple[str | int, ...],
+    meta_path: tuple[str | int, ...],
+    namespace_labels: Mapping[str, str],
+    problems: Problems,
+) -> Pod:
+    if spec.host_network:
+        problems.error(
+            locate(item.document, (*spec_path, "hostNetwork")),
+            "host network not supported",
+            f"{item.subject}: a pod of the lab always has its own network namespace",
+            "Remove hostNetwork.",
+        )
+    injected = injection.STATUS in meta.annotations or injection.decide(
+        meta.namespace, namespace_labels, meta.labels, meta.annotations
+    )
+    _check_annotations(meta.annotations, item, meta_path, problems)
+    proxy_config = _proxy_config(meta.annotations, item, meta_path, problems)
+    owner_kind, owner_name = (item.kind, item.meta.name)
+    labels = dict(meta.labels)
+    if injected:
+        canonical = labels.get("app.kubernetes.io/name") or labels.get("app") or owner_name
+        revision = labels.get("app.kubernetes.io/version") or labels.get("version") or "latest"
+        labels = {
+            **labels,
+            "security.istio.io/tlsMode": labels.get("security.istio.io/tlsMode", "istio"),
+            "service.istio.io/canonical-name": labels.get("service.istio.io/canonical-name", canonical),
+            "service.istio.io/canonical-revision": labels.get("service.istio.io/canonical-revision", revision),
+        }
+    return Pod(
+        meta=replace(meta, labels=labels),
+        ips=(),
+        containers=_containers(spec, item, spec_path, problems),
+        injected=injected,
+        service_account=spec.service_account_name or spec.service_account or "default",
+        hostname=spec.hostname,
+        subdomain=spec.subdomain,
+        owner_kind=owner_kind,
+        owner_name=owner_name,
+        dns_search=tuple(spec.dns_config.searches) if spec.dns_config else (),
+        proxy_config=proxy_config,
+    )
+
+
+def pod(item: Item, namespace_labels: Mapping[str, str], claims: list[Claim], problems: Problems) -> Pod:
+    """A Pod object; ``status.podIP(s)`` pin its addresses, a Ready condition of False makes it not ready."""
+    body = item.schema
+    assert isinstance(body, schema.Pod)
+    made = _pod(item.meta, body.spec, item, ("spec",), ("metadata",), namespace_labels, problems)
+    if body.status is None:
+        return made
+    ips = [entry.ip for entry in body.status.pod_ips]
+    if body.status.pod_ip and ips and body.status.pod_ip != ips[0]:
+        problems.error(
+            locate(item.document, ("status", "podIPs")),
+            "two addresses for one pod",
+            f"{item.subject}: podIP {body.status.pod_ip} is not the first of podIPs",
+        )
+    if not ips and body.status.pod_ip:
+        ips = [body.status.pod_ip]
+    _one_per_family(ips, item, ("status", "podIPs"), problems)
+    claims.extend(
+        Claim(ip, item.subject, locate(item.document, ("status", "podIPs" if body.status.pod_ips else "podIP")))
+        for ip in ips
+    )
+    ready = all(condition.status == "True" for condition in body.status.conditions if condition.type == "Ready")
+    return replace(made, ips=tuple(ips), ready=ready)
+
+
+def deployment_pods(item: Item, namespace_labels: Mapping[str, str], problems: Problems) -> Iterator[Pod]:
+    """The pods of a Deployment, ``NAME-0`` and upward."""
+    body = item.schema
+    assert isinstance(body, schema.Deployment)
+    template = body.spec.template
+    selector = body.spec.selector
+    if not selector.match_labels and not selector.match_expressions:
+        problems.error(
+            locate(item.document, ("spec", "selector")),
+            "empty selector",
+            f"{item.subject}: spec.selector must select the template's labels",
+        )
+    elif not label_selector(selector).matches(template.metadata.labels):
+        problems.error(
+            locate(item.document, ("spec", "selector")),
+            "selector does not match the template",
+            f"{item.subject}: spec.selector must match spec.template.metadata.labels",
+        )
+    quiet = problems
+    for index in range(body.spec.replicas):
+        meta = replace(
+            item.meta,
+            name=f"{item.meta.name}-{index}",
+            labels=dict(template.metadata.labels),
+            annotations=dict(template.metadata.annotations),
+        )
+        yield _pod(
+            meta,
+            template.spec,
+            item,
+            ("spec", "template", "spec"),
+            ("spec", "template", "metadata"),
+            namespace_labels,
+            quiet,
+        )
+        quiet = Problems()  # the other replicas have the same problems
+
+
+def label_selector(selector: schema.LabelSelector) -> LabelSelector:
+    """A Kubernetes label selector in the model."""
+    return LabelSelector(
+        dict(selector.match_labels),
+        tuple(LabelExpression(e.key, e.operator, tuple(e.values)) for e in selector.match_expressions),
+    )
+
+
+def _one_per_family(ips: list[str], item: Item, path: tuple[str | int, ...], problems: Problems) -> None:
+    versions = [ipaddress.ip_address(ip).version for ip in ips]
+    if len(versions) != len(set(versions)):
+        problems.error(
+            locate(item.document, path),
+            "two addresses of one family",
+            f"{item.subject}: at most one IPv4 and one IPv6 address",
+        )
+
+
+def resolve_environment(pod: Pod, node_ip: str) -> Pod:
+    """The pod with the values of ``valueFrom.fieldRef`` filled in; its addresses must be set."""
+    values = {
+        "metadata.name": pod.meta.name,
+        "metadata.namespace": pod.meta.namespace,
+        "metadata.uid": f"{pod.meta.namespace}/{pod.meta.name}",
+        "spec.serviceAccountName": pod.service_account,
+        "spec.nodeName": "node",
+        "status.podIP": pod.ip,
+        "status.podIPs": ",".join(pod.ips),
+        "status.hostIP": node_ip,
+    }
+    if not any(value.startswith(_FIELD) for container in pod.containers for value in container.env.values()):
+        return pod
+    return replace(
+        pod,
+        containers=tuple(
+            replace(
+                container,
+                env={
+                    name: values[value.removeprefix(_FIELD)] if value.startswith(_FIELD) else value
+                    for name, value in container.env.items()
+                },
+            )
+            for container in pod.containers
+        ),
+    )
+
+
+def service(item: Item, claims: list[Claim], problems: Problems) -> ServiceDraft:
+    """A Service object; ``spec.clusterIP(s)`` pin its addresses."""
+    body = item.schema
+    assert isinstance(body, schema.Service)
+    spec = body.spec
+    external = spec.type == "ExternalName"
+    headless = not external and (spec.cluster_ip == "None" or "None" in spec.cluster_ips)
+    ips = [ip for ip in spec.cluster_ips if ip != "None"] or (
+        [spec.cluster_ip] if spec.cluster_ip not in ("", "None") else []
+    )
+    if external:
+        if not spec.external_name:
+            problems.error(
+                locate(item.document, ("spec",)),
+                'missing field "externalName"',
+                f"{item.subject}: type ExternalName needs it",
+            )
+        if ips or spec.cluster_ip:
+            problems.error(
+                locate(item.document, ("spec", "clusterIP")),
+                "address on an ExternalName service",
+                f"{item.subject}: it has none",
+                "Remove clusterIP.",
+            )
+        ips = []
+    elif spec.external_name:
+        problems.error(
+            locate(item.document, ("spec", "externalName")),
+            "externalName without its type",
+            f"{item.subject}: set type: ExternalName",
+        )
+    elif not spec.ports and not headless:
+        problems.error(
+            locate(item.document, ("spec",)),
+            'missing field "ports"',
+            f"{item.subject}: a service with a cluster address has ports",
+        )
+    if spec.type in ("NodePort", "LoadBalancer"):
+        problems.warn(
+            locate(item.document, ("spec", "type")), f"{item.subject}: type {spec.type} acts as ClusterIP in the lab"
+        )
+    if spec.cluster_ips and spec.cluster_ip and spec.cluster_ip != spec.cluster_ips[0]:
+        problems.error(
+            locate(item.document, ("spec", "clusterIPs")),
+            "two addresses for one service",
+            f"{item.subject}: clusterIP is not the first of clusterIPs",
+        )
+    _one_per_family(ips, item, ("spec", "clusterIPs"), problems)
+    claims.extend(
+        Claim(ip, item.subject, locate(item.document, ("spec", "clusterIPs" if spec.cluster_ips else "clusterIP")))
+        for ip in ips
+    )
+    families: tuple[int, ...] = ()
+    if not headless and not external:
+        wanted = (
+            [4 if family == "IPv4" else 6 for family in spec.ip_families]
+            or [ipaddress.ip_address(ip).version for ip in ips]
+            or [4]
+        )
+        if spec.ip_family_policy != "SingleStack" and len(wanted) == 1:
+            wanted.append(10 - wanted[0])
+        families = tuple(dict.fromkeys(wanted))
+    return ServiceDraft(
+        Service(
+            meta=item.meta,
+            cluster_ips=tuple(ips),
+            ports=tuple(_service_ports(spec, item, problems)),
+            selector={} if external else dict(spec.selector),
+            headless=headless,
+            external_name=spec.external_name if external else "",
+            publish_not_ready=spec.publish_not_ready_addresses,
+            internal_traffic_policy_local=spec.internal_traffic_policy == "Local",
+        ),
+        families,
+    )
+
+
+def _service_ports(spec: schema.ServiceSpec, item: Item, problems: Problems) -> Iterator[ServicePort]:
+    names: set[str] = set()
+    numbers: set[tuple[int, str]] = set()
+    for index, port in enumerate(spec.ports):
+        source = locate(item.document, ("spec", "ports", index))
+        if len(spec.ports) > 1 and not port.name:
+            problems.error(source, 'missing field "name"', f"{item.subject}: with several ports each needs a name")
+        if port.name and port.name in names:
+            problems.error(
+                source, f'port name "{port.name}" used twice', f"{item.subject}: names of ports are unique in a service"
+            )
+        if (port.port, port.protocol) in numbers:
+            problems.error(
+                source, f"port {port.port}/{port.protocol} used twice", f"{item.subject}: a service has each port once"
+            )
+        names.add(port.name)
+        numbers.add((port.port, port.protocol))
+        target = port.target_port if port.target_port is not None else port.port
+        yield ServicePort(
+            port.port,
+            port.name,
+            protocol.of_service_port(port.port, port.protocol, port.name, port.app_protocol),
+            target,
+            port.protocol,
+        )
+
+
+def _target_pod(ref: schema.TargetRef | None, namespace: str) -> str:
+    return f"{ref.namespace or namespace}/{ref.name}" if ref is not None and ref.kind == "Pod" else ""
+
+
+def endpoint_slice(item: Item, problems: Problems) -> EndpointSlice | None:
+    """An EndpointSlice; None for what Istio ignores (FQDN addresses, no service)."""
+    body = item.schema
+    assert isinstance(body, schema.EndpointSlice)
+    name = item.meta.labels.get("kubernetes.io/service-name", "")
+    if not name:
+        problems.warn(
+            item.meta.source,
+            f"{item.subject}: without the label kubernetes.io/service-name it belongs to no service and is ignored",
+        )
+        return None
+    if body.address_type == "FQDN":
+        problems.warn(
+            locate(item.document, ("addressType",)), f"{item.subject}: slices of type FQDN are ignored, as Istio does"
+        )
+        return None
+    addresses = []
+    for index, endpoint in enumerate(body.endpoints):
+        for address in endpoint.addresses:
+            try:
+                ip = ipaddress.ip_address(address)
+            except ValueError:
+                problems.error(
+                    locate(item.document, ("endpoints", index, "addresses")),
+                    f'bad address "{address}"',
+                    f"{item.subject}: it is no IP address",
+                )
+                continue
+            if f"IPv{ip.version}" != body.address_type:
+                problems.error(
+                    locate(item.document, ("endpoints", index, "addresses")),
+                    f'bad address "{address}"',
+                    f"{item.subject}: addressType is {body.address_type}",
+                )
+            conditions = endpoint.conditions
+            addresses.append(
+                EndpointAddress(
+                    ip=str(ip),
+                    ready=conditions.ready is not False,
+                    serving=conditions.serving,
+                    terminating=conditions.terminating,
+                    hostname=endpoint.hostname,
+                    target_pod=_target_pod(endpoint.target_ref, item.meta.namespace),
+                )
+            )
+    return EndpointSlice(item.meta, name, tuple(addresses), {port.name: port.port for port in body.ports})
+
+
+def endpoints(item: Item) -> list[EndpointSlice]:
+    """A legacy Endpoints object as the slices that Kubernetes' mirroring controller makes of it: one per subset."""
+    body = item.schema
+    assert isinstance(body, schema.Endpoints)
+    result = []
+    for subset in body.subsets:
+        pairs = [(address, True) for address in subset.addresses] + [
+            (address, False) for address in subset.not_ready_addresses
+        ]
+        result.append(
+            EndpointSlice(
+                item.meta,
+                item.meta.name,
+                tuple(
+                    EndpointAddress(
+                        address.ip,
+                        ready,
+                        ready,
+                        False,
+                        address.hostname,
+                        _target_pod(address.target_ref, item.meta.namespace),
+                    )
+                    for address, ready in pairs
+                ),
+                {port.name: port.port for port in subset.ports},
+            )
+        )
+    return result
+
+
+def mesh_document(item: Item) -> Map | None:
+    """The text of the key ``mesh`` of the ``istio`` ConfigMap as a document whose lines are those of the file.
+
+    Raises:
+        InputError: it is no YAML mapping.
+    """
+    body = item.schema
+    assert isinstance(body, schema.ConfigMap)
+    text = body.data.get("mesh")
+    if text is None:
+        return None
+    source = locate(item.document, ("data", "mesh"))
+    documents = parse(text, source.file, source.line)
+    if len(documents) > 1:
+        raise InputError(
+            "bad MeshConfig", str(documents[1].source()), f"{item.subject}: data.mesh holds more than one document"
+        )
+    return documents[0] if documents else None

@@ -1,0 +1,294 @@
+"""The base of every schema: strict types, camelCase names, unknown fields refused, unused ones reported.
+
+A schema lists the fields that the lab acts on as pydantic fields, and the known fields that it does not
+act on in ``UNUSED`` (accepted, with a warning that names them).
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic.alias_generators import to_camel
+
+from lab.manifests.document import Map, join, locate
+from lab.manifests.problems import Problems, did_you_mean
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is being read: where problems go, and how the object is called in them."""
+
+    problems: Problems
+    subject: str
+
+
+def words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+class Spec(BaseModel):
+    """A mapping in a manifest."""
+
+    model_config = ConfigDict(
+        alias_generator=to_camel, validate_by_name=True, strict=True, frozen=True, extra="ignore", defer_build=True
+    )
+
+    UNUSED: ClassVar[frozenset[str]] = frozenset()
+    BOOKKEEPING: ClassVar[frozenset[str]] = frozenset()
+    """Fields that an API server writes; one warning names them all."""
+    KEEP_NULL: ClassVar[bool] = False
+    """Whether null is a value of its own; elsewhere it means "not set", as in Kubernetes."""
+
+    @classmethod
+    def field_names(cls) -> list[str]:
+        """The names as written in a manifest."""
+        return [field.alias or name for name, field in cls.model_fields.items()]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, data: object, info: ValidationInfo) -> object:
+        if not isinstance(data, Map) or not isinstance(info.context, Reading):
+            return data
+        reading = info.context
+        known = cls.field_names()
+        kept: dict[str, object] = {}
+        bookkeeping = []
+        for key, value in data.items():
+            if key in known:
+                if value is not None or cls.KEEP_NULL:
+                    kept[key] = value
+            elif key in cls.UNUSED:
+                reading.problems.warn(
+                    data.source(key),
+                    f"{reading.subject}: {join(data.path, key)} is accepted, but the lab does not act on it",
+                )
+            elif key in cls.BOOKKEEPING:
+                bookkeeping.append(key)
+            else:
+                every = sorted({*known, *cls.UNUSED})
+                hint = did_you_mean(key, every)
+                if not hint and len(every) <= 16:
+                    hint = f"Known here: {', '.join(every)}."
+                reading.problems.error(
+                    data.source(key), f'unknown field "{key}"', f"{reading.subject} has no {join(data.path, key)}", hint
+                )
+        if bookkeeping:
+            named = ", ".join(join(data.path, key) for key in bookkeeping)
+            reading.problems.warn(
+                data.source(bookkeeping[0]), f"{reading.subject}: {named}: accepted, but the lab does not act on it"
+            )
+        return kept
+
+
+S = TypeVar("S", bound=BaseModel)
+
+_TYPES = {
+    "str": "a string",
+    "int": "an integer",
+    "float": "a number",
+    "bool": "a boolean",
+    "NoneType": "nothing",
+    "Map": "a mapping",
+    "Seq": "a list",
+}
+_WANTED = {
+    "string_type": "a string",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+}
+
+
+def read(schema: type[S], document: Map, reading: Reading) -> S | None:
+    """Validates a document. Every problem goes to ``reading``; None if there was an error that leaves no object."""
+    try:
+        return schema.model_validate(document, context=reading)
+    except ValidationError as failure:
+        for error in failure.errors(include_url=False):
+            _report(
+                error["type"], error["loc"], error["msg"], error["input"], dict(error.get("ctx", {})), document, reading
+            )
+        return None
+
+
+def _shown(value: object) -> str:
+    text = (
+        "true"
+        if value is True
+        else "false"
+        if value is False
+        else f'"{value}"'
+        if isinstance(value, str)
+        else str(value)
+    )
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _report(
+    kind: str,
+    loc: tuple[int | str, ...],
+    message: str,
+    value: object,
+    ctx: Mapping[str, object],
+    document: Map,
+    reading: Reading,
+) -> None:
+    source = locate(document, loc)
+    path = ""
+    for key in loc:
+        if key != "[key]":
+            path = join(path, key)
+    problems, subject = reading.problems, reading.subject
+    if kind == "missing":
+        parent, _, _ = path.rpartition(".")
+        problems.error(source, f'missing field "{loc[-1]}"', f"{subject}: {parent or 'the object'} needs it")
+        return
+    if kind in _WANTED:
+        next_step = ""
+        if kind == "string_type" and isinstance(value, bool | int | float):
+            next_step = f'Quote it: "{_shown(value)}".'
+        elif kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
+            next_step = "Write it without quotes." if re.fullmatch(r"-?[0-9.]+|true|false", value) else ""
+        found = _TYPES.get(type(value).__name__, type(value).__name__)
+        shown = f" {_shown(value)}" if isinstance(value, str | int | float) else ""
+        problems.error(
+            source, f"bad type of {path}", f"{subject}: expected {_WANTED[kind]}, found {found}{shown}", next_step
+        )
+        return
+    if kind in ("literal_error", "enum"):
+        expected = str(ctx.get("expected", ""))
+        hint = did_you_mean(value, re.findall(r"'([^']*)'", expected)) if isinstance(value, str) else ""
+        problems.error(source, f"bad value {_shown(value)} of {path}", f"{subject}: expected {expected}", hint)
+        return
+    why = str(ctx["error"]) if kind in ("value_error", "assertion_error") and "error" in ctx else message
+    shown = f" {_shown(value)}" if isinstance(value, str | int | float) else ""
+    problems.error(source, f"bad value{shown} of {path}" if path else "bad object", f"{subject}: {why}")
+
+
+# --- value types ----------------------------------------------------------------------------
+
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_GO_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def is_dns_label(text: str) -> bool:
+    """RFC 1123 label, as Kubernetes has it."""
+    return bool(_LABEL.fullmatch(text))
+
+
+def is_dns_name(text: str) -> bool:
+    """RFC 1123 subdomain: labels and dots, at most 253 characters."""
+    return len(text) <= 253 and all(is_dns_label(part) for part in text.split("."))
+
+
+def _port(value: int) -> int:
+    if not 1 <= value <= 65535:
+        raise ValueError("a port is 1 to 65535")
+    return value
+
+
+def _dns_name(value: str) -> str:
+    if not is_dns_name(value):
+        raise ValueError(
+            "a name is made of lower case letters, digits, '-' and '.', and begins and ends with a letter or digit"
+        )
+    return value
+
+
+def _dns_label(value: str) -> str:
+    if not is_dns_label(value):
+        raise ValueError("it must be a DNS label: lower case letters, digits and '-', at most 63 characters")
+    return value
+
+
+def _host(value: str) -> str:
+    name = value[2:] if value.startswith("*.") else value
+    if value != "*" and not all(
+        re.fullmatch(r"[A-Za-z0-9_]([-A-Za-z0-9_]{0,61}[A-Za-z0-9_])?", part) for part in name.rstrip(".").split(".")
+    ):
+        raise ValueError("it is no host name")
+    return value
+
+
+def _ip(value: str) -> str:
+    try:
+        return str(ipaddress.ip_address(value))
+    except ValueError:
+        raise ValueError("it is no IP address") from None
+
+
+def _ip_or_cidr(value: str) -> str:
+    try:
+        network = ipaddress.ip_network(value)
+    except ValueError as error:
+        if "host bits" in str(error):
+            raise ValueError("the CIDR has host bits set") from None
+        raise ValueError("it is no IP address or CIDR") from None
+    return str(network.network_address) if network.prefixlen == network.max_prefixlen else str(network)
+
+
+def duration(text: str) -> float:
+    """Seconds of a Go duration (``1h30m``, ``1.5s``, ``100ms``); raises ValueError."""
+    sign, rest = (-1, text[1:]) if text.startswith("-") else (1, text.removeprefix("+"))
+    if rest == "0":
+        return 0.0
+    parts = re.findall(r"(\d+\.?\d*|\.\d+)(ns|us|µs|ms|s|m|h)", rest)
+    if not parts or "".join(number + unit for number, unit in parts) != rest:
+        raise ValueError('a duration is a number with a unit, e.g. "5s", "100ms" or "1h30m"')
+    return sign * sum(float(number) * _GO_UNITS[unit] for number, unit in parts)
+
+
+def _duration(value: object) -> object:
+    return duration(value) if isinstance(value, str) else value
+
+
+def _positive(value: float) -> float:
+    if value <= 0:
+        raise ValueError("it must be greater than zero")
+    return value
+
+
+def _not_negative(value: float) -> float:
+    if value < 0:
+        raise ValueError("it must not be negative")
+    return value
+
+
+def _timestamp(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        moment = datetime.datetime.fromisoformat(value)
+    except ValueError:
+        raise ValueError("a time is written 2024-01-31T12:00:00Z") from None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).timestamp()
+
+
+Port = Annotated[int, AfterValidator(_port)]
+DnsName = Annotated[str, AfterValidator(_dns_name)]
+DnsLabel = Annotated[str, AfterValidator(_dns_label)]
+Host = Annotated[str, AfterValidator(_host)]
+IPAddress = Annotated[str, AfterValidator(_ip)]
+IPOrCIDR = Annotated[str, AfterValidator(_ip_or_cidr)]
+Duration = Annotated[float, AfterValidator(_not_negative), BeforeValidator(_duration, json_schema_input_type=str)]
+PositiveDuration = Annotated[float, AfterValidator(_positive), BeforeValidator(_duration, json_schema_input_type=str)]
+Timestamp = Annotated[float, BeforeValidator(_timestamp, json_schema_input_type=str)]

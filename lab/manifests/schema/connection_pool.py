@@ -1,0 +1,50 @@
+"""Connection pool settings, shared by DestinationRule and Sidecar.
+
+Source: istio/api: networking/v1alpha3/destination_rule.proto (ConnectionPoolSettings).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from lab.manifests.schema.base import Duration, PositiveDuration, Spec
+
+Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+class TcpKeepalive(Spec):
+    probes: Count = 0
+    time: Duration = 0.0
+    interval: Duration = 0.0
+
+
+class TCPSettings(Spec):
+    max_connections: Count = 0
+    connect_timeout: PositiveDuration | None = None
+    tcp_keepalive: TcpKeepalive | None = None
+    max_connection_duration: PositiveDuration | None = None
+    idle_timeout: Duration | None = None
+
+
+class ConnectionKeepalive(Spec):
+    interval: Duration = 0.0
+    timeout: Duration = 0.0
+
+
+class HTTPSettings(Spec):
+    http1_max_pending_requests: Count = Field(0, alias="http1MaxPendingRequests")
+    http2_max_requests: Count = Field(0, alias="http2MaxRequests")
+    max_requests_per_connection: Count = 0
+    max_retries: Count = 0
+    idle_timeout: Duration | None = None
+    h2_upgrade_policy: Literal["DEFAULT", "DO_NOT_UPGRADE", "UPGRADE"] = Field("DEFAULT", alias="h2UpgradePolicy")
+    use_client_protocol: bool = False
+    max_concurrent_streams: Count = 0
+    http2_keep_alive: ConnectionKeepalive | None = Field(None, alias="http2KeepAlive")
+
+
+class ConnectionPoolSettings(Spec):
+    tcp: TCPSettings | None = None
+    http: HTTPSettings | None = None

@@ -1,0 +1,282 @@
+"""Schemas of our own kinds, sidecarlab.dev/v1alpha1: ExternalHost, Link and TrafficTest."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from lab.manifests.schema.base import Duration, Host, IPAddress, Port, PositiveDuration, Spec
+from lab.manifests.schema.kubernetes import Object
+
+# --- ExternalHost ---------------------------------------------------------------------------
+
+
+class ExternalPort(Spec):
+    port: Port
+    protocol: Literal["http", "https", "tls", "tcp", "udp", "grpc"]
+    name: str = ""
+
+
+class ExternalHostSpec(Spec):
+    """A machine outside the mesh."""
+
+    hosts: Annotated[list[Host], Field(min_length=1, description="names that cluster DNS resolves to this machine")]
+    addresses: list[IPAddress] = Field(default_factory=list, description="its addresses; chosen by the lab if empty")
+    ports: Annotated[list[ExternalPort], Field(min_length=1, description="where its echo app listens")]
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        seen = set()
+        for port in self.ports:
+            key = (port.port, port.protocol == "udp")
+            if key in seen:
+                raise ValueError(f"port {port.port} is used twice")
+            seen.add(key)
+        return self
+
+
+class ExternalHost(Object):
+    spec: ExternalHostSpec
+
+
+# --- Link -----------------------------------------------------------------------------------
+
+
+def rate(text: str) -> int:
+    """Bits per second of ``10mbit``, ``1.5gbit``, ``64kbit`` or ``800bit``; raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|g)?bit", text.strip().lower())
+    if not match or not float(match[1]):
+        raise ValueError('a rate is written "10mbit", "64kbit" or "1gbit"')
+    return int(float(match[1]) * {None: 1, "k": 10**3, "m": 10**6, "g": 10**9}[match[2]])
+
+
+def _rate(value: object) -> object:
+    return rate(value) if isinstance(value, str) else value
+
+
+def _percent(value: object) -> object:
+    if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?%", value):
+        return float(value[:-1])
+    return value
+
+
+class LinkSpec(Spec):
+    """The path between two places. What needs netem (delay, jitter, reordering) is refused by name."""
+
+    between: Annotated[
+        list[str],
+        Field(min_length=2, max_length=2, description='two places: POD.NAMESPACE, the name of an ExternalHost, or "*"'),
+    ]
+    mtu: Annotated[int, Field(ge=68, le=65535)] | None = None
+    rate: Annotated[int, BeforeValidator(_rate, json_schema_input_type=str)] = 0
+    loss: Annotated[float, BeforeValidator(_percent, json_schema_input_type=str | float), Field(ge=0, le=100)] = 0.0
+    cut: bool = False
+
+
+class Link(Object):
+    spec: LinkSpec
+
+
+# --- TrafficTest ----------------------------------------------------------------------------
+
+
+class FlowFrom(Spec):
+    """Where the flow starts: ``pod`` (POD.NAMESPACE) or ``external`` (an ExternalHost)."""
+
+    pod: str = ""
+    external: str = ""
+    uid: Annotated[int, Field(ge=0, le=4294967294)] = 1000
+    spoof: IPAddress = ""
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if bool(self.pod) == bool(self.external):
+            raise ValueError("exactly one of pod and external is needed")
+        return self
+
+
+def _flags(value: str) -> str:
+    if not re.fullmatch(r"[FSRPAUECN]+", value):
+        raise ValueError("TCP flags are letters of FSRPAUECN")
+    return value
+
+
+def _path(value: str) -> str:
+    if not value.startswith("/"):
+        raise ValueError("a path begins with /")
+    return value
+
+
+class FlowTo(Spec):
+    """Where it goes: ``host`` (a name that the source looks up, or an address) or ``pod`` (that pod's address)."""
+
+    host: str = ""
+    pod: str = ""
+    port: Port | None = None
+    protocol: Literal["http", "grpc", "tcp", "tls", "udp", "dns", "dns-tcp", "icmp"] = "http"
+    path: Annotated[str, AfterValidator(_path)] = "/"
+    method: str = "GET"
+    headers: dict[str, str] = Field(default_factory=dict)
+    authority: str = ""
+    sni: str = ""
+    crafted: bool = False
+    flags: Annotated[str, AfterValidator(_flags)] = "S"
+    server: str = ""
+    query_type: Literal["A", "AAAA", "TXT", "SRV", "MX", "CNAME", "PTR"] = "A"
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if bool(self.host) == bool(self.pod):
+            raise ValueError("exactly one of host and pod is needed")
+        if self.protocol not in ("dns", "dns-tcp", "icmp") and self.port is None:
+            raise ValueError(f"protocol {self.protocol} needs a port")
+        if self.protocol == "icmp" and self.port is not None:
+            raise ValueError("icmp has no ports")
+        if self.protocol in ("dns", "dns-tcp") and self.pod:
+            raise ValueError("a lookup needs host: the name to look up")
+        return self
+
+
+class Retry(Spec):
+    attempts: Annotated[int, Field(ge=1, le=100)] = 1
+    interval: Duration = 0.0
+
+
+class Expected(Spec):
+    """Part of an expected verdict; every key may be left out, and null means that the verdict must have null there."""
+
+    KEEP_NULL = True
+
+
+def _verdict_key(name: str) -> str:
+    return {"from_": "from", "passed": "pass"}.get(name, name)
+
+
+class VerdictPart(Expected, alias_generator=_verdict_key):
+    """Keys of a verdict are snake_case."""
+
+
+class RuleExpectation(VerdictPart):
+    family: Literal["ipv4", "ipv6"] | None = None
+    backend: Literal["legacy", "nft", "native-nft"] | None = None
+    table: str | None = None
+    chain: str | None = None
+    position: int | None = None
+    text: str | None = None
+
+
+class FromExpectation(VerdictPart):
+    pod: str | None = None
+    external: str | None = None
+    uid: int | None = None
+
+
+class ToExpectation(VerdictPart):
+    host: str | None = None
+    address: str | None = None
+    port: int | None = None
+    protocol: str | None = None
+
+
+class DnsExpectation(VerdictPart):
+    captured: bool | None = None
+    redirected_to: int | None = None
+    answered_by: str | None = None
+    answers: list[str] | None = None
+    rule: RuleExpectation | None = None
+
+
+class OutboundExpectation(VerdictPart):
+    captured: bool | None = None
+    redirected_to: int | None = None
+    rule: RuleExpectation | None = None
+
+
+class EnvoyExpectation(VerdictPart):
+    listener: str | None = None
+    filter_chain: str | None = None
+    route: str | None = None
+    virtual_host: str | None = None
+    route_name: str | None = None
+    cluster: str | None = None
+    endpoint: str | None = None
+    response_flags: str | None = None
+    details: str | None = None
+
+
+class InboundExpectation(VerdictPart):
+    pod: str | None = None
+    captured: bool | None = None
+    redirected_to: int | None = None
+    rule: RuleExpectation | None = None
+    listener: str | None = None
+    filter_chain: str | None = None
+    cluster: str | None = None
+    peer_seen_by_app: str | None = None
+
+
+class TlsExpectation(VerdictPart):
+    downstream: str | None = None
+    upstream: str | None = None
+    peer_san: str | None = None
+
+
+class PacketExpectation(VerdictPart):
+    src: str | None = None
+    dst: str | None = None
+    proto: str | None = None
+    sport: int | None = None
+    dport: int | None = None
+    flags: str | None = None
+
+
+class WireExpectation(VerdictPart):
+    left_pod: bool | None = None
+    seen_at: str | None = None
+    packets: list[PacketExpectation] | None = None
+
+
+class OutcomeExpectation(VerdictPart):
+    result: Literal["ok", "http-error", "closed", "refused", "timeout", "no-answer", "unreachable"] | None = None
+    status: Annotated[int, Field(ge=100, le=599)] | None = None
+
+
+class VerdictExpectation(VerdictPart):
+    """A subset of a verdict."""
+
+    from_: FromExpectation | None = None
+    to: ToExpectation | None = None
+    source_port: int | None = None
+    dns: DnsExpectation | None = None
+    outbound: OutboundExpectation | None = None
+    envoy: EnvoyExpectation | None = None
+    inbound: InboundExpectation | None = None
+    tls: TlsExpectation | None = None
+    wire: WireExpectation | None = None
+    outcome: OutcomeExpectation | None = None
+
+
+class TrafficTestSpec(Spec):
+    """One flow and the verdict that it must have."""
+
+    from_: FlowFrom = Field(alias="from")
+    to: FlowTo
+    expect: VerdictExpectation
+    timeout: PositiveDuration = 5.0
+    retry: Retry = Retry()
+
+
+class TrafficTest(Object):
+    spec: TrafficTestSpec
+
+
+def is_address(text: str) -> bool:
+    """Whether a FlowTo host is an IP address rather than a name."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
