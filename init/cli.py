@@ -1,0 +1,141 @@
+"""The program: flags and environment in, rules applied, an exit code out.
+
+Exit codes: 0 done; 1 configuration, tool or kernel error; 126 validation failed; 255 wrong flags.
+Order of a run: istio/istio: tools/istio-iptables/pkg/cmd/root.go.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from . import environment, flags, native, restore, rules, surprises
+from .config import Config, from_flags, validate
+from .errors import InitError, UsageError
+from .log import Log, level_of, targets_of
+from .model import Rule
+
+
+def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> int:
+    """Runs once in the network namespace of the calling process.
+
+    Args:
+        argv: arguments without the program's name; those of the process by default.
+        environ: environment variables; those of the process by default. Twins are read from here only.
+
+    Returns:
+        The exit code. Never raises SystemExit.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    environ = os.environ if environ is None else environ
+    log = Log()
+    try:
+        parsed = flags.parse(argv, environ)
+        if parsed.help:
+            sys.stdout.write(flags.usage())
+            return 0
+        log = _log(parsed)
+        return _run(parsed, environ, log)
+    except InitError as error:
+        log.error(str(error))
+        return error.exit_code
+    except OSError as error:
+        log.error(f"unexpected system error: {error}")
+        return 1
+
+
+def configure(parsed: flags.Parsed, environ: Mapping[str, str], log: Log) -> Config:
+    """The complete, checked configuration; says what is surprising about it.
+
+    Raises:
+        InitError: a bad setting, or with ``--strict`` a misread one.
+    """
+    config = environment.fill(from_flags(parsed, environ), parsed, environ)
+    validate(config, parsed.text("force-iptables-binary"))
+    found = surprises.find(config, parsed)
+    for surprise in found:
+        log.warn(surprise.text)
+    severe = [surprise.text for surprise in found if surprise.severe]
+    if config.strict and severe:
+        raise InitError("refused by --strict", "; ".join(severe))
+    return config
+
+
+def _log(parsed: flags.Parsed) -> Log:
+    clean = parsed.switch("dry-run") or parsed.switch("json")
+    try:
+        level = level_of(parsed.text("log_output_level"))
+        as_json = flags.parse_bool(parsed.text("log_as_json") or "false")
+    except ValueError as error:
+        raise UsageError("invalid log option", str(error)) from None
+    return Log(level, as_json, targets_of(parsed.strings("log_target"), clean))
+
+
+def _run(parsed: flags.Parsed, environ: Mapping[str, str], log: Log) -> int:
+    config = configure(parsed, environ, log)
+    log.info(f"settings:\n{config.lines()}")
+    if config.dry_run:
+        return _dry_run(config, log)
+    from .program import run
+
+    result = run(config, environ, log)
+    if config.json:
+        sys.stdout.write(json.dumps({**result.document(), "warnings": log.warnings}, indent=2) + "\n")
+    return 0
+
+
+def _dry_run(config: Config, log: Log) -> int:
+    if config.skip_rule_apply:
+        return 0
+    if config.backend == "native-nft":
+        built = native.build(config)
+        text = native.script(built, config.comments)
+        document: dict[str, Any] = {"backend": "native-nft", "script": text, "rules": _described(built, "inet")}
+    else:
+        both = rules.build(config)
+        text = restore.dry_run(both, config.comments)
+        if config.dry_run_file:
+            _transcript(config, restore.document(both.ipv4), restore.document(both.ipv6))
+        described = _described(both.ipv4, "ipv4") + _described(both.ipv6, "ipv6")
+        documents = {
+            "ipv4": restore.document(both.ipv4, config.comments),
+            "ipv6": restore.document(both.ipv6, config.comments),
+        }
+        document = {"backend": config.backend, "documents": documents, "rules": described}
+    if config.json:
+        text = json.dumps({"action": "dry-run", **document, "warnings": log.warnings}, indent=2) + "\n"
+    sys.stdout.write(text)
+    sys.stdout.flush()
+    return 0
+
+
+def _described(built: Sequence[Rule], family: str) -> list[dict[str, object]]:
+    render = native.body if family == "inet" else restore.body
+    return [
+        {
+            "family": family,
+            "table": rule.table,
+            "chain": rule.chain,
+            "position": rule.position,
+            "text": render(rule),
+            "comment": rule.comment,
+        }
+        for rule in built
+    ]
+
+
+def _transcript(config: Config, ipv4: str, ipv6: str) -> None:
+    """What the reference's stub would have called (istio/istio: tools/istio-iptables/pkg/dependencies/stub.go)."""
+    lines = ["iptables-save", "ip6tables-save", *ipv4.splitlines(), *ipv6.splitlines(), "iptables-save"]
+    lines += ["ip6tables-save"] if config.ipv6 else []
+    try:
+        descriptor = os.open(config.dry_run_file, os.O_WRONLY | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise InitError(f"unable to open dry run output file {config.dry_run_file}", error.strerror or "") from None
+    try:
+        os.write(descriptor, "".join(f"{line}\n" for line in lines).encode())
+    finally:
+        os.close(descriptor)

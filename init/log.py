@@ -1,0 +1,87 @@
+"""Lines for a person or a log collector, on stderr unless told otherwise.
+
+The levels and flags are those of pilot-agent (``--log_output_level default:info``, ``--log_as_json``,
+``--log_target``; istio/istio: pkg/log/options.go). Standard output is kept for ``--dry-run`` and ``--json``, so
+the target ``stdout`` is honoured only when neither is used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+LEVELS = {"none": 0, "fatal": 1, "error": 2, "warn": 3, "info": 4, "debug": 5}
+
+
+@dataclass(slots=True)
+class Log:
+    """Where lines go and how they look. ``warnings`` keeps what was warned of, for ``--json``."""
+
+    level: int = LEVELS["info"]
+    as_json: bool = False
+    targets: tuple[str, ...] = ("stderr",)
+    warnings: list[str] = field(default_factory=list)
+
+    def error(self, message: str) -> None:
+        self._write("error", message)
+
+    def warn(self, message: str) -> None:
+        if message not in self.warnings:
+            self.warnings.append(message)
+            self._write("warn", message)
+
+    def info(self, message: str) -> None:
+        self._write("info", message)
+
+    def debug(self, message: str) -> None:
+        self._write("debug", message)
+
+    @property
+    def debugging(self) -> bool:
+        return self.level >= LEVELS["debug"]
+
+    def _write(self, level: str, message: str) -> None:
+        if LEVELS[level] > self.level:
+            return
+        if self.as_json:
+            stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            text = json.dumps({"time": stamp, "level": level, "scope": "init", "msg": message}) + "\n"
+        else:
+            text = f"{level}: {message}\n"
+        for target in self.targets:
+            if target in ("stdout", "stderr"):
+                stream = sys.stdout if target == "stdout" else sys.stderr
+                stream.write(text)
+                stream.flush()
+            else:
+                descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                try:
+                    os.write(descriptor, text.encode())
+                finally:
+                    os.close(descriptor)
+
+
+def level_of(spec: str) -> int:
+    """The level for our one scope in a ``scope:level,...`` list; a bare level counts for every scope.
+
+    Raises:
+        ValueError: a level that does not exist.
+    """
+    chosen = LEVELS["info"]
+    for item in (part.strip() for part in spec.split(",")):
+        scope, _, name = item.rpartition(":")
+        if name and name not in LEVELS:
+            raise ValueError(f"unknown log level {name!r}")
+        if name and scope in ("", "default", "all"):
+            chosen = LEVELS[name]
+    return chosen
+
+
+def targets_of(values: Iterable[str], keep_stdout_clean: bool) -> tuple[str, ...]:
+    """Log targets; ``stdout`` becomes ``stderr`` where stdout carries a document."""
+    chosen = ["stderr" if keep_stdout_clean and value == "stdout" else value for value in values]
+    return tuple(dict.fromkeys(chosen)) or ("stderr",)
