@@ -196,3 +196,10 @@ def _automatic(entry: ServiceEntry, pool: Pool, dual_stack: bool) -> dict[str, t
                 have += (pool.choose(owner, ("2001:2::/112",)),)
         result[host] = have
     return result
+
+
+def one_per_family(addresses: Sequence[str], owner: str, source: Source, problems: Problems) -> None:
+    """Adds an error if two of the addresses are of one family."""
+    versions = [ipaddress.ip_address(address).version for address in addresses]
+    if len(versions) != len(set(versions)):
+        problems.error(source, "two addresses of one family", f"{owner}: at most one IPv4 and one IPv6 address")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, cast
 
+from lab.errors import InputError
 from lab.manifests import protocol
-from lab.manifests.document import Map, locate, plain
+from lab.manifests.document import Map, locate, parse, plain
 from lab.manifests.item import Item
-from lab.manifests.kubernetes import label_selector
 from lab.manifests.model import (
     ConnectionPool,
     HTTPPool,
@@ -25,9 +26,14 @@ from lab.manifests.model import (
     WorkloadEndpoint,
     WorkloadEntry,
 )
+from lab.manifests.pods import label_selector
 from lab.manifests.problems import Problems, did_you_mean
-from lab.manifests.schema import connection_pool, mesh_config
-from lab.manifests.schema import istio as schema
+
+if TYPE_CHECKING:
+    from lab.manifests.schema import connection_pool, mesh_config, metadata
+    from lab.manifests.schema import peer_authentication as pa
+    from lab.manifests.schema import service_entry as se
+    from lab.manifests.schema import sidecar as sc
 
 _PROTOCOLS = (
     "HTTP",
@@ -54,7 +60,7 @@ def _protocol(word: str, item: Item, path: tuple[str | int, ...], problems: Prob
         )
 
 
-def _endpoint(entry: schema.WorkloadEntrySpec) -> WorkloadEndpoint:
+def _endpoint(entry: se.WorkloadEntrySpec) -> WorkloadEndpoint:
     return WorkloadEndpoint(
         address=entry.address,
         ports=dict(entry.ports),
@@ -76,8 +82,7 @@ def _is_ip(text: str) -> bool:
 
 def service_entry(item: Item, problems: Problems) -> ServiceEntry:
     """A ServiceEntry; automatic addresses already in its status are kept."""
-    body = item.schema
-    assert isinstance(body, schema.ServiceEntry)
+    body = cast("se.ServiceEntry", item.schema)
     spec = body.spec
     for index, port in enumerate(spec.ports):
         _protocol(port.protocol, item, ("spec", "ports", index, "protocol"), problems)
@@ -111,8 +116,7 @@ def service_entry(item: Item, problems: Problems) -> ServiceEntry:
 
 
 def workload_entry(item: Item) -> WorkloadEntry:
-    body = item.schema
-    assert isinstance(body, schema.WorkloadEntry)
+    body = cast("se.WorkloadEntry", item.schema)
     return WorkloadEntry(item.meta, _endpoint(body.spec))
 
 
@@ -148,8 +152,7 @@ def _pool(settings: connection_pool.ConnectionPoolSettings | None) -> Connection
 
 
 def sidecar(item: Item, problems: Problems) -> Sidecar:
-    body = item.schema
-    assert isinstance(body, schema.Sidecar)
+    body = cast("sc.Sidecar", item.schema)
     spec = body.spec
     ports = [("ingress", index, listener.port) for index, listener in enumerate(spec.ingress)]
     ports += [("egress", index, listener.port) for index, listener in enumerate(spec.egress) if listener.port]
@@ -193,8 +196,7 @@ def sidecar(item: Item, problems: Problems) -> Sidecar:
 
 
 def peer_authentication(item: Item) -> PeerAuthentication:
-    body = item.schema
-    assert isinstance(body, schema.PeerAuthentication)
+    body = cast("pa.PeerAuthentication", item.schema)
     spec = body.spec
     return PeerAuthentication(
         meta=item.meta,
@@ -209,6 +211,25 @@ def raw_config(item: Item) -> RawConfig:
     spec = plain(item.document.get("spec"))
     assert isinstance(spec, dict)
     return RawConfig("DestinationRule" if item.kind == "DestinationRule" else "VirtualService", item.meta, spec)
+
+
+def mesh_document(item: Item) -> Map | None:
+    """The text of the key ``mesh`` of the ``istio`` ConfigMap as a document whose lines are those of the file.
+
+    Raises:
+        InputError: it is no YAML mapping.
+    """
+    body = cast("metadata.ConfigMap", item.schema)
+    text = body.data.get("mesh")
+    if text is None:
+        return None
+    source = locate(item.document, ("data", "mesh"))
+    documents = parse(text, source.file, source.line)
+    if len(documents) > 1:
+        raise InputError(
+            "bad MeshConfig", str(documents[1].source()), f"{item.subject}: data.mesh holds more than one document"
+        )
+    return documents[0] if documents else None
 
 
 def mesh_config_of(config: mesh_config.MeshConfig, document: Map) -> MeshConfig:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lab.manifests.document import Map
 from lab.manifests.model import Meta
-from lab.manifests.schema.kubernetes import Object
+from lab.manifests.schema.metadata import Object
 
 
 @dataclass(frozen=True, slots=True)

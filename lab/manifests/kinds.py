@@ -23,22 +23,22 @@ _NETWORKING, _SECURITY, _LAB = "networking.istio.io", "security.istio.io", "side
 _ISTIO_VERSIONS = ("v1", "v1beta1", "v1alpha3")
 
 KINDS: Mapping[tuple[str, str], Kind] = {
-    ("", "Namespace"): Kind("kubernetes:Namespace", ("v1",), CLUSTER),
-    ("", "Pod"): Kind("kubernetes:Pod", ("v1",)),
-    ("", "Service"): Kind("kubernetes:Service", ("v1",)),
-    ("", "Endpoints"): Kind("kubernetes:Endpoints", ("v1",)),
-    ("", "ConfigMap"): Kind("kubernetes:ConfigMap", ("v1",)),
-    ("apps", "Deployment"): Kind("kubernetes:Deployment", ("v1",)),
-    ("discovery.k8s.io", "EndpointSlice"): Kind("kubernetes:EndpointSlice", ("v1", "v1beta1")),
-    (_NETWORKING, "ServiceEntry"): Kind("istio:ServiceEntry", _ISTIO_VERSIONS),
-    (_NETWORKING, "WorkloadEntry"): Kind("istio:WorkloadEntry", _ISTIO_VERSIONS),
-    (_NETWORKING, "Sidecar"): Kind("istio:Sidecar", _ISTIO_VERSIONS),
+    ("", "Namespace"): Kind("metadata:Namespace", ("v1",), CLUSTER),
+    ("", "Pod"): Kind("pod:Pod", ("v1",)),
+    ("", "Service"): Kind("service:Service", ("v1",)),
+    ("", "Endpoints"): Kind("endpoints:Endpoints", ("v1",)),
+    ("", "ConfigMap"): Kind("metadata:ConfigMap", ("v1",)),
+    ("apps", "Deployment"): Kind("deployment:Deployment", ("v1",)),
+    ("discovery.k8s.io", "EndpointSlice"): Kind("endpoints:EndpointSlice", ("v1", "v1beta1")),
+    (_NETWORKING, "ServiceEntry"): Kind("service_entry:ServiceEntry", _ISTIO_VERSIONS),
+    (_NETWORKING, "WorkloadEntry"): Kind("service_entry:WorkloadEntry", _ISTIO_VERSIONS),
+    (_NETWORKING, "Sidecar"): Kind("sidecar:Sidecar", _ISTIO_VERSIONS),
     (_NETWORKING, "DestinationRule"): Kind("destination_rule:DestinationRule", _ISTIO_VERSIONS),
     (_NETWORKING, "VirtualService"): Kind("virtual_service:VirtualService", _ISTIO_VERSIONS),
-    (_SECURITY, "PeerAuthentication"): Kind("istio:PeerAuthentication", ("v1", "v1beta1")),
-    (_LAB, "ExternalHost"): Kind("sidecarlab:ExternalHost", ("v1alpha1",), CLUSTER),
-    (_LAB, "Link"): Kind("sidecarlab:Link", ("v1alpha1",), CLUSTER),
-    (_LAB, "TrafficTest"): Kind("sidecarlab:TrafficTest", ("v1alpha1",), CLUSTER),
+    (_SECURITY, "PeerAuthentication"): Kind("peer_authentication:PeerAuthentication", ("v1", "v1beta1")),
+    (_LAB, "ExternalHost"): Kind("external_host:ExternalHost", ("v1alpha1",), CLUSTER),
+    (_LAB, "Link"): Kind("link:Link", ("v1alpha1",), CLUSTER),
+    (_LAB, "TrafficTest"): Kind("traffic_test:TrafficTest", ("v1alpha1",), CLUSTER),
 }
 
 ACCEPTED: frozenset[tuple[str, str]] = frozenset(

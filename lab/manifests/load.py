@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lab.errors import InputError
-from lab.manifests import addresses, istio, kubernetes, semantics, sidecarlab
+from lab.manifests import addresses, istio, semantics, sidecarlab
 from lab.manifests.addresses import Claim, ServiceDraft
 from lab.manifests.document import Map, Seq, parse
 from lab.manifests.item import Item
@@ -34,9 +34,11 @@ from lab.manifests.model import (
     Source,
     WorkloadEntry,
 )
+from lab.manifests.pods import deployment_pods, pod_of, resolve_environment
 from lab.manifests.problems import Problems, did_you_mean
 from lab.manifests.schema.base import Reading, read
-from lab.manifests.schema.kubernetes import Object
+from lab.manifests.schema.metadata import Object
+from lab.manifests.services import endpoint_slice, endpoints, service
 
 
 def load(paths: Sequence[str | Path], name: str | None = None) -> Mesh:
@@ -266,7 +268,7 @@ def _mesh_config(objects: _Objects, problems: Problems) -> MeshConfig:
             problems.warn(item.meta.source, f"{item.subject} is accepted, but the lab does not act on it")
             continue
         try:
-            document = kubernetes.mesh_document(item)
+            document = istio.mesh_document(item)
         except InputError as error:
             problems.errors.append(error)
             continue
@@ -315,9 +317,9 @@ def _pods(
     for item in objects.of("Pod", "Deployment"):
         of_namespace = labels.get(item.meta.namespace, {})
         made = (
-            [kubernetes.pod(item, of_namespace, claims, problems)]
+            [pod_of(item, of_namespace, claims, problems)]
             if item.kind == "Pod"
-            else list(kubernetes.deployment_pods(item, of_namespace, problems))
+            else list(deployment_pods(item, of_namespace, problems))
         )
         for pod in made:
             first = found.setdefault(pod.meta.key, pod)
@@ -331,6 +333,16 @@ def _pods(
     return list(found.values())
 
 
+def _endpoint_slices(objects: _Objects, problems: Problems) -> list[EndpointSlice]:
+    found: list[EndpointSlice] = []
+    for item in objects.of("EndpointSlice", "Endpoints"):
+        if item.kind == "Endpoints":
+            found += endpoints(item)
+        elif (made := endpoint_slice(item, problems)) is not None:
+            found.append(made)
+    return found
+
+
 def _build(texts: Sequence[tuple[str, str]], name: str, problems: Problems) -> Mesh | None:
     """The mesh, or None if ``problems`` holds an error."""
     objects = _collect(texts, problems)
@@ -338,13 +350,8 @@ def _build(texts: Sequence[tuple[str, str]], name: str, problems: Problems) -> M
     namespaces = _namespaces(objects, config, problems)
     claims: list[Claim] = []
     pods = _pods(objects, {namespace.meta.name: namespace.meta.labels for namespace in namespaces}, claims, problems)
-    services: list[ServiceDraft] = [kubernetes.service(item, claims, problems) for item in objects.of("Service")]
-    slices: list[EndpointSlice] = []
-    for item in objects.of("EndpointSlice", "Endpoints"):
-        if item.kind == "Endpoints":
-            slices += kubernetes.endpoints(item)
-        elif (made := kubernetes.endpoint_slice(item, problems)) is not None:
-            slices.append(made)
+    services: list[ServiceDraft] = [service(item, claims, problems) for item in objects.of("Service")]
+    slices = _endpoint_slices(objects, problems)
     entries: list[ServiceEntry] = [istio.service_entry(item, problems) for item in objects.of("ServiceEntry")]
     workloads: list[WorkloadEntry] = [istio.workload_entry(item) for item in objects.of("WorkloadEntry")]
     sidecars: list[Sidecar] = [istio.sidecar(item, problems) for item in objects.of("Sidecar")]
@@ -361,7 +368,7 @@ def _build(texts: Sequence[tuple[str, str]], name: str, problems: Problems) -> M
         problems.errors.append(error)
         return None
     pods, whole_services, hosts, entries, fabric = placed
-    pods = [kubernetes.resolve_environment(pod, fabric.gateway) for pod in pods]
+    pods = [resolve_environment(pod, fabric.gateway) for pod in pods]
     by_name = {pod.name: pod.ip for pod in pods}
     tests = [sidecarlab.traffic_test(item, by_name) for item in objects.of("TrafficTest")]
     mesh = Mesh(

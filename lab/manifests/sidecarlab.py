@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, cast
 
 from lab.manifests.addresses import Claim
 from lab.manifests.document import locate, plain
 from lab.manifests.item import Item
 from lab.manifests.model import ExternalHost, ExternalPort, FlowFrom, FlowTo, Link, Retry, TrafficTest
-from lab.manifests.schema import sidecarlab as schema
+
+if TYPE_CHECKING:
+    from lab.manifests.schema import external_host as host_schema
+    from lab.manifests.schema import link as link_schema
+    from lab.manifests.schema import traffic_test as test_schema
 
 
 def external_host(item: Item, claims: list[Claim]) -> ExternalHost:
     """An ExternalHost; ``spec.addresses`` pin its addresses."""
-    body = item.schema
-    assert isinstance(body, schema.ExternalHost)
+    body = cast("host_schema.ExternalHost", item.schema)
     spec = body.spec
     claims.extend(
         Claim(ip, item.subject, locate(item.document, ("spec", "addresses", index)))
@@ -29,8 +33,7 @@ def external_host(item: Item, claims: list[Claim]) -> ExternalHost:
 
 
 def link(item: Item) -> Link:
-    body = item.schema
-    assert isinstance(body, schema.Link)
+    body = cast("link_schema.Link", item.schema)
     spec = body.spec
     return Link(item.meta, (spec.between[0], spec.between[1]), spec.mtu or 0, spec.rate, spec.loss, spec.cut)
 
@@ -45,8 +48,7 @@ def traffic_test(item: Item, pod_addresses: Mapping[str, str]) -> TrafficTest:
         item: the object.
         pod_addresses: POD.NAMESPACE to its first address.
     """
-    body = item.schema
-    assert isinstance(body, schema.TrafficTest)
+    body = cast("test_schema.TrafficTest", item.schema)
     spec, to = body.spec, body.spec.to
     expect = plain(item.document["spec"])
     assert isinstance(expect, dict)

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from lab.manifests.schema.base import DnsLabel, Duration, Port, PositiveDuration, Spec, words
-from lab.manifests.schema.istio import ExportTo
-from lab.manifests.schema.kubernetes import LabelSelector
+from lab.manifests.schema.config import ExportTo
+from lab.manifests.schema.metadata import LabelSelector
 
 
 class OutboundTrafficPolicy(Spec):
@@ -99,9 +99,11 @@ class MeshConfig(Spec):
     access_log_format: str = ""
     access_log_encoding: Literal["TEXT", "JSON"] = "TEXT"
     disable_envoy_listener_log: bool = False
-    default_config: ProxyConfig = ProxyConfig()
-    outbound_traffic_policy: OutboundTrafficPolicy = OutboundTrafficPolicy(mode="ALLOW_ANY")
-    inbound_traffic_policy: InboundTrafficPolicy = InboundTrafficPolicy()
+    default_config: ProxyConfig = Field(default_factory=ProxyConfig)
+    outbound_traffic_policy: OutboundTrafficPolicy = Field(
+        default_factory=lambda: OutboundTrafficPolicy(mode="ALLOW_ANY")
+    )
+    inbound_traffic_policy: InboundTrafficPolicy = Field(default_factory=InboundTrafficPolicy)
     enable_auto_mtls: bool = True
     trust_domain: Annotated[str, Field(min_length=1)] = "cluster.local"
     trust_domain_aliases: list[str] = Field(default_factory=list)
@@ -109,8 +111,8 @@ class MeshConfig(Spec):
     default_virtual_service_export_to: ExportTo = Field(default_factory=lambda: ["*"])
     default_destination_rule_export_to: ExportTo = Field(default_factory=lambda: ["*"])
     root_namespace: DnsLabel = "istio-system"
-    locality_lb_setting: LocalityLbSetting = LocalityLbSetting()
+    locality_lb_setting: LocalityLbSetting = Field(default_factory=LocalityLbSetting)
     dns_refresh_rate: PositiveDuration = 60.0
     h2_upgrade_policy: Literal["DO_NOT_UPGRADE", "UPGRADE"] = Field("DO_NOT_UPGRADE", alias="h2UpgradePolicy")
     discovery_selectors: list[LabelSelector] = Field(default_factory=list)
-    path_normalization: ProxyPathNormalization = ProxyPathNormalization()
+    path_normalization: ProxyPathNormalization = Field(default_factory=ProxyPathNormalization)

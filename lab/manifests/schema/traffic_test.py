@@ -1,86 +1,14 @@
-"""Schemas of our own kinds, sidecarlab.dev/v1alpha1: ExternalHost, Link and TrafficTest."""
+"""Schema of our own kind TrafficTest: one flow, and the verdict that it must have."""
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from lab.manifests.schema.base import Duration, Host, IPAddress, Port, PositiveDuration, Spec
-from lab.manifests.schema.kubernetes import Object
-
-# --- ExternalHost ---------------------------------------------------------------------------
-
-
-class ExternalPort(Spec):
-    port: Port
-    protocol: Literal["http", "https", "tls", "tcp", "udp", "grpc"]
-    name: str = ""
-
-
-class ExternalHostSpec(Spec):
-    """A machine outside the mesh."""
-
-    hosts: Annotated[list[Host], Field(min_length=1, description="names that cluster DNS resolves to this machine")]
-    addresses: list[IPAddress] = Field(default_factory=list, description="its addresses; chosen by the lab if empty")
-    ports: Annotated[list[ExternalPort], Field(min_length=1, description="where its echo app listens")]
-
-    @model_validator(mode="after")
-    def _whole(self) -> Self:
-        seen = set()
-        for port in self.ports:
-            key = (port.port, port.protocol == "udp")
-            if key in seen:
-                raise ValueError(f"port {port.port} is used twice")
-            seen.add(key)
-        return self
-
-
-class ExternalHost(Object):
-    spec: ExternalHostSpec
-
-
-# --- Link -----------------------------------------------------------------------------------
-
-
-def rate(text: str) -> int:
-    """Bits per second of ``10mbit``, ``1.5gbit``, ``64kbit`` or ``800bit``; raises ValueError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|g)?bit", text.strip().lower())
-    if not match or not float(match[1]):
-        raise ValueError('a rate is written "10mbit", "64kbit" or "1gbit"')
-    return int(float(match[1]) * {None: 1, "k": 10**3, "m": 10**6, "g": 10**9}[match[2]])
-
-
-def _rate(value: object) -> object:
-    return rate(value) if isinstance(value, str) else value
-
-
-def _percent(value: object) -> object:
-    if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?%", value):
-        return float(value[:-1])
-    return value
-
-
-class LinkSpec(Spec):
-    """The path between two places. What needs netem (delay, jitter, reordering) is refused by name."""
-
-    between: Annotated[
-        list[str],
-        Field(min_length=2, max_length=2, description='two places: POD.NAMESPACE, the name of an ExternalHost, or "*"'),
-    ]
-    mtu: Annotated[int, Field(ge=68, le=65535)] | None = None
-    rate: Annotated[int, BeforeValidator(_rate, json_schema_input_type=str)] = 0
-    loss: Annotated[float, BeforeValidator(_percent, json_schema_input_type=str | float), Field(ge=0, le=100)] = 0.0
-    cut: bool = False
-
-
-class Link(Object):
-    spec: LinkSpec
-
-
-# --- TrafficTest ----------------------------------------------------------------------------
+from lab.manifests.schema.base import Duration, IPAddress, Port, PositiveDuration, Spec
+from lab.manifests.schema.metadata import Object
 
 
 class FlowFrom(Spec):
@@ -266,17 +194,8 @@ class TrafficTestSpec(Spec):
     to: FlowTo
     expect: VerdictExpectation
     timeout: PositiveDuration = 5.0
-    retry: Retry = Retry()
+    retry: Retry = Field(default_factory=Retry)
 
 
 class TrafficTest(Object):
     spec: TrafficTestSpec
-
-
-def is_address(text: str) -> bool:
-    """Whether a FlowTo host is an IP address rather than a name."""
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True

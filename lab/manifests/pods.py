@@ -1,31 +1,23 @@
-"""Kubernetes objects to the model: pods and Deployments, Services, endpoints."""
+"""Pods and Deployments to the model."""
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 from lab.errors import InputError
-from lab.manifests import injection, protocol
-from lab.manifests.addresses import Claim, ServiceDraft
-from lab.manifests.document import Map, locate, parse, plain
+from lab.manifests import injection
+from lab.manifests.addresses import Claim, one_per_family
+from lab.manifests.document import locate, parse, plain
 from lab.manifests.item import Item
-from lab.manifests.model import (
-    Container,
-    ContainerPort,
-    EndpointAddress,
-    EndpointSlice,
-    LabelExpression,
-    LabelSelector,
-    Meta,
-    Pod,
-    Service,
-    ServicePort,
-)
+from lab.manifests.model import Container, ContainerPort, LabelExpression, LabelSelector, Meta, Pod
 from lab.manifests.problems import Problems, did_you_mean
-from lab.manifests.schema import kubernetes as schema
 from lab.manifests.schema.base import Reading, read
+
+if TYPE_CHECKING:
+    from lab.manifests.schema import deployment, metadata
+    from lab.manifests.schema import pod as schema
 
 _FIELD = "\0field:"
 """Marks an environment variable whose value is known once addresses are."""
@@ -221,10 +213,9 @@ def _pod(
     )
 
 
-def pod(item: Item, namespace_labels: Mapping[str, str], claims: list[Claim], problems: Problems) -> Pod:
+def pod_of(item: Item, namespace_labels: Mapping[str, str], claims: list[Claim], problems: Problems) -> Pod:
     """A Pod object; ``status.podIP(s)`` pin its addresses, a Ready condition of False makes it not ready."""
-    body = item.schema
-    assert isinstance(body, schema.Pod)
+    body = cast("schema.Pod", item.schema)
     made = _pod(item.meta, body.spec, item, ("spec",), ("metadata",), namespace_labels, problems)
     if body.status is None:
         return made
@@ -237,7 +228,7 @@ def pod(item: Item, namespace_labels: Mapping[str, str], claims: list[Claim], pr
         )
     if not ips and body.status.pod_ip:
         ips = [body.status.pod_ip]
-    _one_per_family(ips, item, ("status", "podIPs"), problems)
+    one_per_family(ips, item.subject, locate(item.document, ("status", "podIPs")), problems)
     claims.extend(
         Claim(ip, item.subject, locate(item.document, ("status", "podIPs" if body.status.pod_ips else "podIP")))
         for ip in ips
@@ -248,8 +239,7 @@ def pod(item: Item, namespace_labels: Mapping[str, str], claims: list[Claim], pr
 
 def deployment_pods(item: Item, namespace_labels: Mapping[str, str], problems: Problems) -> Iterator[Pod]:
     """The pods of a Deployment, ``NAME-0`` and upward."""
-    body = item.schema
-    assert isinstance(body, schema.Deployment)
+    body = cast("deployment.Deployment", item.schema)
     template = body.spec.template
     selector = body.spec.selector
     if not selector.match_labels and not selector.match_expressions:
@@ -284,22 +274,12 @@ def deployment_pods(item: Item, namespace_labels: Mapping[str, str], problems: P
         quiet = Problems()  # the other replicas have the same problems
 
 
-def label_selector(selector: schema.LabelSelector) -> LabelSelector:
+def label_selector(selector: metadata.LabelSelector) -> LabelSelector:
     """A Kubernetes label selector in the model."""
     return LabelSelector(
         dict(selector.match_labels),
         tuple(LabelExpression(e.key, e.operator, tuple(e.values)) for e in selector.match_expressions),
     )
-
-
-def _one_per_family(ips: list[str], item: Item, path: tuple[str | int, ...], problems: Problems) -> None:
-    versions = [ipaddress.ip_address(ip).version for ip in ips]
-    if len(versions) != len(set(versions)):
-        problems.error(
-            locate(item.document, path),
-            "two addresses of one family",
-            f"{item.subject}: at most one IPv4 and one IPv6 address",
-        )
 
 
 def resolve_environment(pod: Pod, node_ip: str) -> Pod:
@@ -329,209 +309,3 @@ def resolve_environment(pod: Pod, node_ip: str) -> Pod:
             for container in pod.containers
         ),
     )
-
-
-def service(item: Item, claims: list[Claim], problems: Problems) -> ServiceDraft:
-    """A Service object; ``spec.clusterIP(s)`` pin its addresses."""
-    body = item.schema
-    assert isinstance(body, schema.Service)
-    spec = body.spec
-    external = spec.type == "ExternalName"
-    headless = not external and (spec.cluster_ip == "None" or "None" in spec.cluster_ips)
-    ips = [ip for ip in spec.cluster_ips if ip != "None"] or (
-        [spec.cluster_ip] if spec.cluster_ip not in ("", "None") else []
-    )
-    if external:
-        if not spec.external_name:
-            problems.error(
-                locate(item.document, ("spec",)),
-                'missing field "externalName"',
-                f"{item.subject}: type ExternalName needs it",
-            )
-        if ips or spec.cluster_ip:
-            problems.error(
-                locate(item.document, ("spec", "clusterIP")),
-                "address on an ExternalName service",
-                f"{item.subject}: it has none",
-                "Remove clusterIP.",
-            )
-        ips = []
-    elif spec.external_name:
-        problems.error(
-            locate(item.document, ("spec", "externalName")),
-            "externalName without its type",
-            f"{item.subject}: set type: ExternalName",
-        )
-    elif not spec.ports and not headless:
-        problems.error(
-            locate(item.document, ("spec",)),
-            'missing field "ports"',
-            f"{item.subject}: a service with a cluster address has ports",
-        )
-    if spec.type in ("NodePort", "LoadBalancer"):
-        problems.warn(
-            locate(item.document, ("spec", "type")), f"{item.subject}: type {spec.type} acts as ClusterIP in the lab"
-        )
-    if spec.cluster_ips and spec.cluster_ip and spec.cluster_ip != spec.cluster_ips[0]:
-        problems.error(
-            locate(item.document, ("spec", "clusterIPs")),
-            "two addresses for one service",
-            f"{item.subject}: clusterIP is not the first of clusterIPs",
-        )
-    _one_per_family(ips, item, ("spec", "clusterIPs"), problems)
-    claims.extend(
-        Claim(ip, item.subject, locate(item.document, ("spec", "clusterIPs" if spec.cluster_ips else "clusterIP")))
-        for ip in ips
-    )
-    families: tuple[int, ...] = ()
-    if not headless and not external:
-        wanted = (
-            [4 if family == "IPv4" else 6 for family in spec.ip_families]
-            or [ipaddress.ip_address(ip).version for ip in ips]
-            or [4]
-        )
-        if spec.ip_family_policy != "SingleStack" and len(wanted) == 1:
-            wanted.append(10 - wanted[0])
-        families = tuple(dict.fromkeys(wanted))
-    return ServiceDraft(
-        Service(
-            meta=item.meta,
-            cluster_ips=tuple(ips),
-            ports=tuple(_service_ports(spec, item, problems)),
-            selector={} if external else dict(spec.selector),
-            headless=headless,
-            external_name=spec.external_name if external else "",
-            publish_not_ready=spec.publish_not_ready_addresses,
-            internal_traffic_policy_local=spec.internal_traffic_policy == "Local",
-        ),
-        families,
-    )
-
-
-def _service_ports(spec: schema.ServiceSpec, item: Item, problems: Problems) -> Iterator[ServicePort]:
-    names: set[str] = set()
-    numbers: set[tuple[int, str]] = set()
-    for index, port in enumerate(spec.ports):
-        source = locate(item.document, ("spec", "ports", index))
-        if len(spec.ports) > 1 and not port.name:
-            problems.error(source, 'missing field "name"', f"{item.subject}: with several ports each needs a name")
-        if port.name and port.name in names:
-            problems.error(
-                source, f'port name "{port.name}" used twice', f"{item.subject}: names of ports are unique in a service"
-            )
-        if (port.port, port.protocol) in numbers:
-            problems.error(
-                source, f"port {port.port}/{port.protocol} used twice", f"{item.subject}: a service has each port once"
-            )
-        names.add(port.name)
-        numbers.add((port.port, port.protocol))
-        target = port.target_port if port.target_port is not None else port.port
-        yield ServicePort(
-            port.port,
-            port.name,
-            protocol.of_service_port(port.port, port.protocol, port.name, port.app_protocol),
-            target,
-            port.protocol,
-        )
-
-
-def _target_pod(ref: schema.TargetRef | None, namespace: str) -> str:
-    return f"{ref.namespace or namespace}/{ref.name}" if ref is not None and ref.kind == "Pod" else ""
-
-
-def endpoint_slice(item: Item, problems: Problems) -> EndpointSlice | None:
-    """An EndpointSlice; None for what Istio ignores (FQDN addresses, no service)."""
-    body = item.schema
-    assert isinstance(body, schema.EndpointSlice)
-    name = item.meta.labels.get("kubernetes.io/service-name", "")
-    if not name:
-        problems.warn(
-            item.meta.source,
-            f"{item.subject}: without the label kubernetes.io/service-name it belongs to no service and is ignored",
-        )
-        return None
-    if body.address_type == "FQDN":
-        problems.warn(
-            locate(item.document, ("addressType",)), f"{item.subject}: slices of type FQDN are ignored, as Istio does"
-        )
-        return None
-    addresses = []
-    for index, endpoint in enumerate(body.endpoints):
-        for address in endpoint.addresses:
-            try:
-                ip = ipaddress.ip_address(address)
-            except ValueError:
-                problems.error(
-                    locate(item.document, ("endpoints", index, "addresses")),
-                    f'bad address "{address}"',
-                    f"{item.subject}: it is no IP address",
-                )
-                continue
-            if f"IPv{ip.version}" != body.address_type:
-                problems.error(
-                    locate(item.document, ("endpoints", index, "addresses")),
-                    f'bad address "{address}"',
-                    f"{item.subject}: addressType is {body.address_type}",
-                )
-            conditions = endpoint.conditions
-            addresses.append(
-                EndpointAddress(
-                    ip=str(ip),
-                    ready=conditions.ready is not False,
-                    serving=conditions.serving,
-                    terminating=conditions.terminating,
-                    hostname=endpoint.hostname,
-                    target_pod=_target_pod(endpoint.target_ref, item.meta.namespace),
-                )
-            )
-    return EndpointSlice(item.meta, name, tuple(addresses), {port.name: port.port for port in body.ports})
-
-
-def endpoints(item: Item) -> list[EndpointSlice]:
-    """A legacy Endpoints object as the slices that Kubernetes' mirroring controller makes of it: one per subset."""
-    body = item.schema
-    assert isinstance(body, schema.Endpoints)
-    result = []
-    for subset in body.subsets:
-        pairs = [(address, True) for address in subset.addresses] + [
-            (address, False) for address in subset.not_ready_addresses
-        ]
-        result.append(
-            EndpointSlice(
-                item.meta,
-                item.meta.name,
-                tuple(
-                    EndpointAddress(
-                        address.ip,
-                        ready,
-                        ready,
-                        False,
-                        address.hostname,
-                        _target_pod(address.target_ref, item.meta.namespace),
-                    )
-                    for address, ready in pairs
-                ),
-                {port.name: port.port for port in subset.ports},
-            )
-        )
-    return result
-
-
-def mesh_document(item: Item) -> Map | None:
-    """The text of the key ``mesh`` of the ``istio`` ConfigMap as a document whose lines are those of the file.
-
-    Raises:
-        InputError: it is no YAML mapping.
-    """
-    body = item.schema
-    assert isinstance(body, schema.ConfigMap)
-    text = body.data.get("mesh")
-    if text is None:
-        return None
-    source = locate(item.document, ("data", "mesh"))
-    documents = parse(text, source.file, source.line)
-    if len(documents) > 1:
-        raise InputError(
-            "bad MeshConfig", str(documents[1].source()), f"{item.subject}: data.mesh holds more than one document"
-        )
-    return documents[0] if documents else None

@@ -1,0 +1,44 @@
+"""Schema of Service. Source of the field list: kubernetes/api: core/v1/types.go."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from lab.manifests.schema.base import DnsLabel, DnsName, IPAddress, Port, Spec, words
+from lab.manifests.schema.metadata import LabelKey, Object, PortName, Transport
+
+
+class ServicePort(Spec):
+    UNUSED = words("nodePort")
+
+    port: Port
+    name: DnsLabel = ""
+    protocol: Transport = "TCP"
+    target_port: Port | PortName | None = None
+    app_protocol: str = ""
+
+
+class ServiceSpec(Spec):
+    UNUSED = words(
+        "allocateLoadBalancerNodePorts externalIPs externalTrafficPolicy healthCheckNodePort loadBalancerClass loadBalancerIP"
+        " loadBalancerSourceRanges sessionAffinity sessionAffinityConfig trafficDistribution topologyKeys"
+    )
+
+    type: Literal["ClusterIP", "NodePort", "LoadBalancer", "ExternalName"] = "ClusterIP"
+    ports: list[ServicePort] = Field(default_factory=list)
+    selector: dict[LabelKey, str] = Field(default_factory=dict)
+    cluster_ip: IPAddress | Literal["None", ""] = Field("", alias="clusterIP")
+    cluster_ips: list[IPAddress | Literal["None"]] = Field(default_factory=list, alias="clusterIPs")
+    external_name: DnsName = ""
+    publish_not_ready_addresses: bool = False
+    internal_traffic_policy: Literal["Cluster", "Local"] = "Cluster"
+    ip_families: list[Literal["IPv4", "IPv6"]] = Field(default_factory=list)
+    ip_family_policy: Literal["SingleStack", "PreferDualStack", "RequireDualStack"] = "SingleStack"
+
+
+class Service(Object):
+    BOOKKEEPING = words("status")
+
+    spec: ServiceSpec
