@@ -175,13 +175,14 @@ def effects(
 def _resolve(link: Link, name: str, by_name: Mapping[str, Place], aliases: Mapping[str, str]) -> Place | None:
     if name == EVERYWHERE:
         return None
-    place = by_name.get(name) or by_name.get(aliases.get(name, ""))
+    namespace, slash, pod = name.partition("/")
+    place = by_name.get(f"{pod}.{namespace}" if slash else name) or by_name.get(aliases.get(name, ""))
     if place is None:
         raise InputError(
             f'Link "{link.meta.name}" names "{name}"',
             str(link.meta.source),
             "no pod and no external host is called so",
-            "A pod is POD.NAMESPACE, an external host its metadata.name, all are *",
+            "Write a pod as POD.NAMESPACE, an external host by its metadata.name, all of them as *",
         )
     return place
 

@@ -229,6 +229,8 @@ def down(name: str, timeout: float = 10.0) -> list[str]:
     """
     deadline = time.monotonic() + timeout
     directory = paths.run_dir(name)
+    if directory.is_symlink():
+        raise LabError(f'lab "{name}" is not taken down', str(directory), "it is a symbolic link, made by nobody here")
     if not directory.is_dir():
         return []
     removed = _end_supervisor(name, timeout / 2)
@@ -482,8 +484,8 @@ def _ignore_missing(_function: Callable[..., object], path: str, problem: tuple[
     error = problem[1]
     if isinstance(error, FileNotFoundError):
         return
-    why = error.strerror if isinstance(error, OSError) else str(error)
-    raise LabError("a lab's file cannot be removed", path, str(why), "Run as root")
+    why = error.strerror if isinstance(error, OSError) else None
+    raise LabError("a lab's file cannot be removed", str(path), why or str(error), "Run as root")
 
 
 # --- the record itself ----------------------------------------------------------------------------
