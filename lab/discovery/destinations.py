@@ -1,0 +1,50 @@
+"""Which cluster a destination of a VirtualService route means (istio/istio: pilot/pkg/networking/core/route/route.go)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lab.discovery import protoconv
+from lab.discovery.proxy import Proxy
+from lab.discovery.registry import Service
+
+
+def service_of(proxy: Proxy, destination: Mapping[str, Any]) -> Service | None:
+    """The service in the proxy's scope that a destination names; an ExternalName stands for its target."""
+    host = proxy.push.registry.alias_target(str(destination.get("host", "")))
+    return proxy.scope.by_host.get(host)
+
+
+def port_of(destination: Mapping[str, Any], service: Service | None, listener_port: int) -> int:
+    """The destination's own port, else the service's only port, else the listener's."""
+    port = destination.get("port")
+    number = int(port.get("number") or 0) if isinstance(port, Mapping) else 0
+    if number:
+        return number
+    if service is not None and len(service.ports) == 1:
+        return service.ports[0].port
+    return listener_port
+
+
+def cluster_of(proxy: Proxy, destination: Mapping[str, Any], listener_port: int) -> str:
+    """The cluster's name; an unknown host, port or subset still gives one (503 NC at run time)."""
+    host = proxy.push.registry.alias_target(str(destination.get("host", "")))
+    port = port_of(destination, service_of(proxy, destination), listener_port)
+    return protoconv.cluster_name("outbound", port, str(destination.get("subset") or ""), host)
+
+
+def static_match(match: Mapping[str, Any], proxy: Proxy, port: int, *, gateways_replace_labels: bool = False) -> bool:
+    """The parts of a match that are decided at generation: gateways, sourceLabels, sourceNamespace, port.
+
+    In HTTP routes a match that names gateways is not asked for its sourceLabels (``gateways_replace_labels``).
+    """
+    gateways: Iterable[str] = match.get("gateways") or ()
+    if gateways and "mesh" not in gateways:
+        return False
+    labels: Mapping[str, str] = match.get("sourceLabels") or {}
+    if not (gateways and gateways_replace_labels) and any(proxy.labels.get(k) != v for k, v in labels.items()):
+        return False
+    if match.get("port") and int(match["port"]) != port:
+        return False
+    return match.get("sourceNamespace") in (None, "", proxy.node.namespace)

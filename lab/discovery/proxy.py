@@ -1,0 +1,61 @@
+"""A proxy as the generators see it: its node, its scope, and the push it is computed for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from lab.discovery.node import Node
+from lab.discovery.push_context import PushContext
+from lab.discovery.registry import ServiceTarget
+from lab.discovery.sidecar_scope import SidecarScope
+from lab.manifests import model
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Proxy:
+    node: Node
+    push: PushContext
+    scope: SidecarScope
+    labels: Mapping[str, str]
+    targets: tuple[ServiceTarget, ...]
+
+    @property
+    def mesh_config(self) -> model.MeshConfig:
+        return self.push.mesh_config
+
+    @property
+    def key(self) -> Hashable:
+        """Two proxies with equal keys have the same outbound resources."""
+        node = self.node
+        return (
+            id(self.scope),
+            node.families,
+            node.dns_capture,
+            node.interception_mode,
+            node.http10,
+            node.evidence,
+            node.text("IDLE_TIMEOUT"),
+            node.text("HTTP_PROXY_PORT"),
+            node.text("UNPRIVILEGED_POD"),
+            node.domain,
+            node.locality,
+            node.cluster_id,
+            tuple(sorted(self.labels.items())) if self.push.label_sensitive else None,
+        )
+
+    def memo(self, name: Hashable, build: Callable[[], T]) -> T:
+        """``build()``, once per push and outbound key."""
+        table = self.push.memo
+        full = (name, self.key)
+        if full not in table:
+            table[full] = build()
+        found: T = table[full]
+        return found
+
+
+def proxy_for(push: PushContext, node: Node) -> Proxy:
+    return Proxy(node, push, push.scope_for(node), push.labels_of(node), push.registry.service_targets(node))
