@@ -1,0 +1,1 @@
+"""The DNS server of a sidecar: local answers from the name table, everything else forwarded."""

@@ -1,0 +1,21 @@
+"""Imports everything that a forked agent needs, and nothing more: no threads, no event loop, no gRPC runtime.
+
+A zygote imports this once; its children share the pages and start without importing.
+"""
+
+import aiohttp
+import aiohttp.web
+import dns.message
+import dns.rdtypes.ANY.OPT
+import grpc
+import grpc.aio
+import uvloop
+
+import agent.cli
+import agent.dns.server
+import agent.options
+import agent.run
+import agent.upstream
+import agent.xds_proxy
+
+__all__ = ["agent", "aiohttp", "dns", "grpc", "uvloop"]

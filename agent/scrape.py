@@ -1,0 +1,236 @@
+"""Merged metrics: the agent's own, Envoy's and the application's in one exposition.
+
+Source: istio/istio: pilot/cmd/pilot-agent/status/server.go (handleStats).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from email.message import Message
+from typing import TYPE_CHECKING
+
+from agent.environment import parse_int
+from agent.errors import AgentError
+from agent.metrics import Metrics
+
+if TYPE_CHECKING:
+    import aiohttp
+    from aiohttp import web
+
+    from agent.admin import HTTPClient
+
+log = logging.getLogger("default")
+
+TEXT = "text/plain; version=0.0.4; charset=utf-8"
+OPEN_METRICS_TYPE = "application/openmetrics-text"
+_OPEN_METRICS = {
+    "1.0.0": f"{OPEN_METRICS_TYPE}; version=1.0.0; charset=utf-8",
+    "0.0.1": f"{OPEN_METRICS_TYPE}; version=0.0.1; charset=utf-8",
+    "": f"{OPEN_METRICS_TYPE}; version=0.0.1; charset=utf-8",
+}
+BODY_LIMIT = 10 * 1024 * 1024
+ENVOY_TYPES = ("text/*", "text/plain")
+APP_TYPES = (*ENVOY_TYPES, OPEN_METRICS_TYPE)
+_DEFAULT_ACCEPT = "text/plain;version=0.0.4"
+
+RESERVED_PORTS = {
+    15000: "Envoy admin",
+    15001: "outbound traffic capture",
+    15004: "pilot debug",
+    15006: "inbound traffic capture",
+    15008: "HBONE tunnel",
+    15020: "pilot-agent status / merged Prometheus",
+    15021: "Envoy health",
+    15053: "DNS proxy",
+    15090: "Envoy Prometheus (already merged)",
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """One endpoint of the application."""
+
+    port: int
+    path: str
+
+    @property
+    def url(self) -> str:
+        return f"http://localhost:{self.port}{self.path}"
+
+
+def parse_scrape_config(text: str | None, status_port: int) -> list[Target]:
+    """The targets of ``ISTIO_PROMETHEUS_ANNOTATIONS``; none if it is unset or says ``scrape: "false"``.
+
+    Raises:
+        AgentError: not JSON, or a port that cannot be scraped.
+    """
+    if text is None:
+        return []
+    problem = "invalid prometheus scrape configuration"
+    try:
+        config = json.loads(text)
+        if not isinstance(config, dict):
+            raise ValueError("not an object")
+        raw = config.get("targets") or [{"port": config.get("port") or "80", "path": config.get("path") or "/metrics"}]
+        pairs = [(str(target.get("port", "")), str(target.get("path") or "/metrics")) for target in raw]
+    except (ValueError, AttributeError, TypeError) as error:
+        raise AgentError("failed to unmarshal ISTIO_PROMETHEUS_ANNOTATIONS", error) from None
+    if config.get("scrape") == "false":
+        return []
+    targets = []
+    for port_text, path in pairs:
+        try:
+            port = parse_int(port_text)
+        except ValueError:
+            port = 0
+        if not 1 <= port <= 65535:
+            raise AgentError(problem, f'invalid target port "{port_text}"')
+        if port == status_port:
+            raise AgentError(problem, f"port {port_text} is the agent's own, which would be a recursive loop")
+        if port in RESERVED_PORTS:
+            raise AgentError(problem, f"target port {port_text} is reserved for Istio ({RESERVED_PORTS[port]})")
+        targets.append(Target(port, path))
+    return targets
+
+
+def _media_type(text: str) -> tuple[str, dict[str, str]]:
+    message = Message()
+    message["Content-Type"] = text
+    parameters = message.get_params() or []
+    media_type = parameters[0][0].strip().lower() if parameters else ""
+    if not media_type or (media_type != "*" and media_type.count("/") != 1) or " " in media_type:
+        raise ValueError(f"bad encoding {text!r}")
+    return media_type, {key.lower(): value for key, value in parameters[1:] if key.lower() != "q"}
+
+
+def allowed_accept(header: str, allowed: Sequence[str]) -> str:
+    """The Accept header to pass on: only `allowed` types, weighted anew in their order."""
+    try:
+        wanted = [_media_type(item) for item in header.split(",")]
+    except ValueError:
+        return _DEFAULT_ACCEPT
+    chosen: list[tuple[str, dict[str, str]]] = []
+    used: set[str] = set()
+    for media_type, parameters in wanted:
+        replaced = True
+        if media_type in ("*/*", "*"):
+            media_type, parameters = "text/plain", {"version": "0.0.4"}
+        elif media_type == "application/*":
+            media_type, parameters = OPEN_METRICS_TYPE, {"version": "0.0.1"}
+        else:
+            replaced = False
+        if media_type not in allowed:
+            continue
+        key = ";".join([media_type, *sorted(f"{name}={value}" for name, value in parameters.items())])
+        if replaced and key in used:
+            continue
+        used.add(key)
+        chosen.append((media_type, parameters))
+    if not chosen:
+        return _DEFAULT_ACCEPT
+    parts = []
+    for index, (media_type, parameters) in enumerate(chosen):
+        weighted = {**parameters, "q": f"0.{len(chosen) - index}"}
+        parts.append("; ".join([media_type, *(f"{name}={weighted[name]}" for name in sorted(weighted))]))
+    return ",".join(parts)
+
+
+def exposition_format(content_type: str) -> str:
+    """The Content-Type of a merged response whose application answered with `content_type`."""
+    try:
+        media_type, parameters = _media_type(content_type)
+    except ValueError:
+        return TEXT
+    if media_type != OPEN_METRICS_TYPE:
+        return TEXT
+    return _OPEN_METRICS.get(parameters.get("version", ""), TEXT)
+
+
+def merge_bodies(bodies: Sequence[tuple[str, bytes]]) -> tuple[str, bytes]:
+    """Content-Type and body of several targets' answers; only one ``# EOF`` may end an OpenMetrics exposition."""
+    formats = {exposition_format(content_type) for content_type, _ in bodies}
+    merged_format = formats.pop() if len(formats) == 1 else TEXT
+    parts = []
+    for _, body in bodies:
+        trimmed = body.rstrip(b" \t\r\n")
+        part = trimmed.removesuffix(b"# EOF") if trimmed.endswith(b"# EOF") else body
+        parts.append(part if not part or part.endswith(b"\n") else part + b"\n")
+    if merged_format != TEXT:
+        parts.append(b"# EOF\n")
+    return merged_format, b"".join(parts)
+
+
+class Scraper:
+    """Serves ``/stats/prometheus``.
+
+    Args:
+        envoy_port: of Envoy's own stats, None to leave them out.
+    """
+
+    def __init__(self, client: HTTPClient, metrics: Metrics, envoy_port: int | None, targets: Sequence[Target]) -> None:
+        self._client, self._metrics, self._envoy_port, self._targets = client, metrics, envoy_port, targets
+
+    async def serve(self, request: web.BaseRequest) -> web.StreamResponse:
+        from aiohttp import web
+
+        self._metrics.scrapes_total.value += 1
+        accept = request.headers.get("Accept", "")
+        jobs = []
+        if self._envoy_port is not None:
+            url = f"http://localhost:{self._envoy_port}/stats/prometheus"
+            if request.query_string:
+                url += f"?{request.query_string}"
+            jobs.append(self._scrape("envoy", url, request.headers, allowed_accept(accept, ENVOY_TYPES)))
+        app_accept = allowed_accept(accept, APP_TYPES)
+        jobs += [self._scrape("application", target.url, request.headers, app_accept) for target in self._targets]
+        results = await asyncio.gather(*jobs)
+        envoy = results.pop(0) if self._envoy_port is not None else None
+        apps = [result for result in results if result is not None]
+        content_type, app_body = TEXT, b""
+        if len(self._targets) == 1 and apps:
+            content_type, app_body = exposition_format(apps[0][0]), apps[0][1]
+        elif apps:
+            content_type, app_body = merge_bodies(apps)
+        body = self._metrics.render().encode() + (envoy[1] if envoy else b"") + app_body
+        response = web.Response(body=body, headers={"Content-Type": content_type})
+        response.enable_compression()
+        return response
+
+    async def _scrape(self, kind: str, url: str, headers: Mapping[str, str], accept: str) -> tuple[str, bytes] | None:
+        from aiohttp import ClientError, ClientTimeout
+
+        passed = {"Accept": accept}
+        for name in ("User-Agent", "X-Prometheus-Scrape-Timeout-Seconds"):
+            if headers.get(name):
+                passed[name] = headers[name]
+        timeout = None
+        try:
+            timeout = float(headers.get("X-Prometheus-Scrape-Timeout-Seconds", "")) or None
+        except ValueError:
+            pass
+        try:
+            async with self._client.session.get(url, headers=passed, timeout=ClientTimeout(total=timeout)) as response:
+                if response.status != 200:
+                    raise ValueError(f"status code: {response.status}")
+                body = await self._limited(response, limited=kind == "application" and len(self._targets) > 1)
+                return response.headers.get("Content-Type", ""), body
+        except (ClientError, TimeoutError, ValueError) as error:
+            log.error("failed scraping %s metrics from %r: %s", kind, url, error or type(error).__name__)
+            self._metrics.scrape_failures_total.add(kind)
+            return None
+
+    @staticmethod
+    async def _limited(response: aiohttp.ClientResponse, *, limited: bool) -> bytes:
+        if not limited:
+            return await response.read()
+        parts, size = [], 0
+        async for part in response.content.iter_chunked(65536):
+            size += len(part)
+            if size > BODY_LIMIT:
+                raise ValueError(f"response exceeds {BODY_LIMIT} bytes; dropping target")
+            parts.append(part)
+        return b"".join(parts)
