@@ -1,7 +1,7 @@
 """Addresses: those that manifests pin, and those that the lab chooses. Deterministic, and no two alike.
 
 ========================  ==========================  ===========================
-what                      IPv4                        IPv6 (dual stack only)
+what                      IPv4                        IPv6
 ========================  ==========================  ===========================
 pods of namespace N       10.244.N.M                  fd00:10:244:N::M
 services of namespace N   10.96.N.M                   fd00:10:96:N::M
@@ -10,12 +10,14 @@ cluster DNS, discovery    10.96.0.10 and upward       fd00:10:96::a and upward
 ServiceEntry hosts        240.240.0.1 and upward      2001:2::1 and upward
 ========================  ==========================  ===========================
 
+IPv6 is given only where a manifest asks for dual stack, and to ServiceEntry hosts (a proxy uses what its families allow).
 N counts the namespaces that hold pods or services, M the objects in it, both from 1 in the order of the manifests. Automatic addresses of
 ServiceEntries: istio/istio: pilot/pkg/controllers/ipallocate.
 """
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -79,6 +81,12 @@ class Pool:
             else:
                 self._owner[claim.address] = claim
 
+    def reserve(self, addresses: Iterable[str], owner: str) -> None:
+        """Keeps addresses that manifests speak of from being chosen; what is not one address (a CIDR, a name) is left out."""
+        for address in addresses:
+            if is_address(address):
+                self._owner.setdefault(address, Claim(address, owner, Source()))
+
     def choose(self, owner: str, networks: tuple[str, ...], start: int = 1) -> str:
         """The first free address of ``networks``, from host number ``start`` of each.
 
@@ -103,6 +111,16 @@ def _hosts(networks: Sequence[str], start: int = 1) -> Iterator[str]:
             yield str(network[number])
 
 
+def is_address(text: str) -> bool:
+    """Whether a text is one IP address."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+@functools.cache
 def _blocks(four: str, six: str, family: int, block: int) -> tuple[str, ...]:
     """The network of a namespace; when it is full, those that no namespace owns follow."""
     numbers = (block, *range(_SHARED, 256))
@@ -122,6 +140,11 @@ def assign(
     """Gives every object its addresses: pinned ones first, then chosen ones in the order of the manifests."""
     pool = Pool()
     pool.claim(claims, problems)
+    for entry in service_entries:
+        owner = f"ServiceEntry {entry.meta.key}"
+        pool.reserve(entry.addresses, owner)
+        pool.reserve((endpoint.address for endpoint in entry.endpoints), owner)
+        pool.reserve((address for found in entry.auto_addresses.values() for address in found), owner)
     lived_in = {thing.meta.namespace for thing in pods} | {draft.service.meta.namespace for draft in services}
     names = [namespace.meta.name for namespace in namespaces if namespace.meta.name in lived_in]
     number = {name: index % (_SHARED - 1) + 1 for index, name in enumerate(names)}
@@ -165,10 +188,11 @@ def assign(
     if dual_stack:
         dns6 = pool.choose("cluster DNS", ("fd00:10:96::/112",), 10)
         discovery6 = pool.choose("discovery", ("fd00:10:96::/112",), 11)
-    new_entries = [
-        replace(entry, auto_addresses=_automatic(entry, pool, dual_stack)) if not entry.addresses else entry
-        for entry in service_entries
-    ]
+    automatic = {
+        entry.meta.key: _automatic(entry, pool)
+        for entry in sorted(service_entries, key=lambda entry: (entry.meta.created, entry.meta.order))
+    }
+    new_entries = [replace(entry, auto_addresses=automatic[entry.meta.key]) for entry in service_entries]
     return new_pods, new_services, new_hosts, new_entries, Fabric(dns, discovery, GATEWAY, dns6, discovery6)
 
 
@@ -183,7 +207,7 @@ def eligible(entry: ServiceEntry, host: str) -> bool:
     return not host.startswith("*") or entry.resolution == "DYNAMIC_DNS"
 
 
-def _automatic(entry: ServiceEntry, pool: Pool, dual_stack: bool) -> dict[str, tuple[str, ...]]:
+def _automatic(entry: ServiceEntry, pool: Pool) -> dict[str, tuple[str, ...]]:
     result = {}
     for host in dict.fromkeys(entry.hosts):
         if not eligible(entry, host):
@@ -191,9 +215,7 @@ def _automatic(entry: ServiceEntry, pool: Pool, dual_stack: bool) -> dict[str, t
         have = entry.auto_addresses.get(host, ())
         if not have:
             owner = f"ServiceEntry {entry.meta.key}"
-            have = (pool.choose(owner, ("240.240.0.0/16",)),)
-            if dual_stack:
-                have += (pool.choose(owner, ("2001:2::/112",)),)
+            have = (pool.choose(owner, ("240.240.0.0/16",)), pool.choose(owner, ("2001:2::/112",)))
         result[host] = have
     return result
 

@@ -227,7 +227,9 @@ def agent_env(mesh: Mesh, pod: Pod) -> dict[str, str]:
         for container in pod.containers
         for port in container.ports
     ]
-    api = {"Pod": "v1"}.get(pod.owner_kind, "apps/v1")
+    api = {"Pod": "v1", "ReplicationController": "v1", "Job": "batch/v1", "CronJob": "batch/v1"}.get(
+        pod.owner_kind, "apps/v1"
+    )
     owner = pod.owner_name or pod.meta.name
     effective = proxy_config(mesh, pod)
     return {

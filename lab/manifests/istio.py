@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 from lab.errors import InputError
 from lab.manifests import protocol
+from lab.manifests.addresses import is_address
 from lab.manifests.document import Map, locate, parse, plain
 from lab.manifests.item import Item
 from lab.manifests.model import (
@@ -72,14 +72,6 @@ def _endpoint(entry: se.WorkloadEntrySpec) -> WorkloadEndpoint:
     )
 
 
-def _is_ip(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
-
-
 def service_entry(item: Item, problems: Problems) -> ServiceEntry:
     """A ServiceEntry; automatic addresses already in its status are kept."""
     body = cast("se.ServiceEntry", item.schema)
@@ -87,7 +79,11 @@ def service_entry(item: Item, problems: Problems) -> ServiceEntry:
     for index, port in enumerate(spec.ports):
         _protocol(port.protocol, item, ("spec", "ports", index, "protocol"), problems)
     for index, endpoint in enumerate(spec.endpoints):
-        if spec.resolution == "STATIC" and not _is_ip(endpoint.address) and not endpoint.address.startswith("unix://"):
+        if (
+            spec.resolution == "STATIC"
+            and not is_address(endpoint.address)
+            and not endpoint.address.startswith("unix://")
+        ):
             problems.error(
                 locate(item.document, ("spec", "endpoints", index, "address")),
                 f'bad address "{endpoint.address}"',

@@ -126,6 +126,9 @@ class _Objects:
         found = [item for kind in kinds for item in self.items.get(kind, {}).values()]
         return sorted(found, key=lambda item: item.meta.order)
 
+    def by_key(self) -> dict[tuple[str, str], Item]:
+        return {(kind, key): item for kind, same in self.items.items() for key, item in same.items()}
+
 
 def _flatten(document: Map, problems: Problems) -> list[Map]:
     """The objects of a ``List`` (what ``kubectl get -o yaml`` prints), or the document itself."""
@@ -390,7 +393,8 @@ def _build(texts: Sequence[tuple[str, str]], name: str, problems: Problems) -> M
         links=tuple(links),
         tests=tuple(tests),
     )
-    semantics.check(mesh, {item.meta.key: item for item in objects.of("TrafficTest")}, problems)
+    if not problems.errors:
+        semantics.check(mesh, objects.by_key(), problems)
     problems.errors.sort(key=_place(texts))
     if problems.errors:
         return None

@@ -166,6 +166,17 @@ def _check_annotations(
             )
 
 
+def _owner(item: Item) -> tuple[str, str]:
+    """Kind and name of the workload that a pod belongs to (istio/istio: pkg/kube/util.go, GetWorkloadMetaFromPod)."""
+    for owner in item.schema.metadata.owner_references:
+        if owner.controller:
+            suffix = f"-{item.meta.labels.get('pod-template-hash', '')}"
+            if owner.kind == "ReplicaSet" and suffix != "-" and owner.name.endswith(suffix):
+                return "Deployment", owner.name.removesuffix(suffix)
+            return owner.kind, owner.name
+    return item.kind, item.meta.name
+
+
 def _pod(
     meta: Meta,
     spec: schema.PodSpec,
@@ -187,7 +198,7 @@ def _pod(
     )
     _check_annotations(meta.annotations, item, meta_path, problems)
     proxy_config = _proxy_config(meta.annotations, item, meta_path, problems)
-    owner_kind, owner_name = (item.kind, item.meta.name)
+    owner_kind, owner_name = _owner(item)
     labels = dict(meta.labels)
     if injected:
         canonical = labels.get("app.kubernetes.io/name") or labels.get("app") or owner_name

@@ -164,7 +164,9 @@ def _report(
         return
     if kind in _WANTED:
         next_step = ""
-        if kind == "string_type" and isinstance(value, bool | int | float):
+        if kind == "string_type" and isinstance(value, bool):
+            next_step = "Put it in quotes."
+        elif kind == "string_type" and isinstance(value, int | float):
             next_step = f'Quote it: "{_shown(value)}".'
         elif kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
             next_step = "Write it without quotes." if re.fullmatch(r"-?[0-9.]+|true|false", value) else ""
@@ -179,7 +181,7 @@ def _report(
         hint = did_you_mean(value, re.findall(r"'([^']*)'", expected)) if isinstance(value, str) else ""
         problems.error(source, f"bad value {_shown(value)} of {path}", f"{subject}: expected {expected}", hint)
         return
-    why = str(ctx["error"]) if kind in ("value_error", "assertion_error") and "error" in ctx else message
+    why = str(ctx["error"]) if kind == "value_error" and "error" in ctx else message.replace("Input should", "it must")
     shown = f" {_shown(value)}" if isinstance(value, str | int | float) else ""
     problems.error(source, f"bad value{shown} of {path}" if path else "bad object", f"{subject}: {why}")
 
@@ -236,6 +238,17 @@ def _ip(value: str) -> str:
         raise ValueError("it is no IP address") from None
 
 
+def _ip_or_none(value: str) -> str:
+    """A Service's clusterIP: an address, "None" (headless), or nothing."""
+    return value if value in ("None", "") else _ip(value)
+
+
+def _target_port(value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError("a target port is a number, or the name of a container's port")
+    return _port(value) if isinstance(value, int) else value
+
+
 def _ip_or_cidr(value: str) -> str:
     try:
         network = ipaddress.ip_network(value)
@@ -288,6 +301,8 @@ DnsName = Annotated[str, AfterValidator(_dns_name)]
 DnsLabel = Annotated[str, AfterValidator(_dns_label)]
 Host = Annotated[str, AfterValidator(_host)]
 IPAddress = Annotated[str, AfterValidator(_ip)]
+ClusterIP = Annotated[str, AfterValidator(_ip_or_none)]
+TargetPort = Annotated[int | str, BeforeValidator(_target_port)]
 IPOrCIDR = Annotated[str, AfterValidator(_ip_or_cidr)]
 Duration = Annotated[float, AfterValidator(_not_negative), BeforeValidator(_duration, json_schema_input_type=str)]
 PositiveDuration = Annotated[float, AfterValidator(_positive), BeforeValidator(_duration, json_schema_input_type=str)]

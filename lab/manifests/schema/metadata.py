@@ -47,10 +47,19 @@ PortName = Annotated[str, AfterValidator(_port_name)]
 Transport = Literal["TCP", "UDP"]
 
 
+class OwnerReference(Spec):
+    BOOKKEEPING = words("uid blockOwnerDeletion")
+
+    api_version: str
+    kind: str
+    name: DnsName
+    controller: bool = False
+
+
 class ObjectMeta(Spec):
     UNUSED = words("generateName clusterName")
     BOOKKEEPING = words(
-        "uid resourceVersion generation managedFields ownerReferences finalizers selfLink deletionTimestamp deletionGracePeriodSeconds"
+        "uid resourceVersion generation managedFields finalizers selfLink deletionTimestamp deletionGracePeriodSeconds"
     )
 
     name: DnsName
@@ -58,6 +67,7 @@ class ObjectMeta(Spec):
     labels: Labels = Field(default_factory=dict)
     annotations: Annotations = Field(default_factory=dict)
     creation_timestamp: Timestamp = 0.0
+    owner_references: list[OwnerReference] = Field(default_factory=list)
 
 
 class Object(Spec):

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from lab.manifests.schema.base import DnsLabel, DnsName, IPAddress, Port, Spec, words
-from lab.manifests.schema.metadata import LabelKey, Object, PortName, Transport
+from lab.manifests.schema.base import ClusterIP, DnsLabel, DnsName, Port, Spec, TargetPort, words
+from lab.manifests.schema.metadata import LabelKey, Object, Transport
 
 
 class ServicePort(Spec):
@@ -16,7 +16,7 @@ class ServicePort(Spec):
     port: Port
     name: DnsLabel = ""
     protocol: Transport = "TCP"
-    target_port: Port | PortName | None = None
+    target_port: TargetPort | None = None
     app_protocol: str = ""
 
 
@@ -29,8 +29,8 @@ class ServiceSpec(Spec):
     type: Literal["ClusterIP", "NodePort", "LoadBalancer", "ExternalName"] = "ClusterIP"
     ports: list[ServicePort] = Field(default_factory=list)
     selector: dict[LabelKey, str] = Field(default_factory=dict)
-    cluster_ip: IPAddress | Literal["None", ""] = Field("", alias="clusterIP")
-    cluster_ips: list[IPAddress | Literal["None"]] = Field(default_factory=list, alias="clusterIPs")
+    cluster_ip: ClusterIP = Field("", alias="clusterIP")
+    cluster_ips: list[ClusterIP] = Field(default_factory=list, alias="clusterIPs")
     external_name: DnsName = ""
     publish_not_ready_addresses: bool = False
     internal_traffic_policy: Literal["Cluster", "Local"] = "Cluster"

@@ -52,9 +52,8 @@ class Headers(Spec):
 
 
 class HTTPMatchRequest(Spec):
-    UNUSED = words("statPrefix")
-
     name: str = ""
+    stat_prefix: str = ""
     uri: StringMatch | None = None
     scheme: StringMatch | None = None
     method: StringMatch | None = None
@@ -178,8 +177,7 @@ class HTTPMirrorPolicy(Spec):
 
 
 class CorsPolicy(Spec):
-    UNUSED = words("unmatchedPreflights")
-
+    unmatched_preflights: Literal["UNSPECIFIED", "FORWARD", "IGNORE"] = "UNSPECIFIED"
     allow_origin: list[str] = Field(default_factory=list)
     allow_origins: list[StringMatch] = Field(default_factory=list)
     allow_methods: list[str] = Field(default_factory=list)
