@@ -304,13 +304,11 @@ def _router_settings(ipv6: bool) -> None:
         sysctl(f"net/ipv4/conf/{scope}/send_redirects", "0")  # every pod is one hop away, whatever the way back
         sysctl(f"net/ipv4/conf/{scope}/accept_redirects", "0")
         sysctl(f"net/ipv4/conf/{scope}/arp_ignore", "0")
-    # A test may provoke many refusals; each must be told.
-    sysctl("net/ipv4/icmp_ratelimit", "0")
-    sysctl("net/ipv4/icmp_msgs_per_sec", "1000000", optional=True)
+    sysctl("net/ipv4/icmp_ratemask", "0")  # a test may provoke many refusals; each must be told
     _ipv6_settings(ipv6)
     if ipv6:
         sysctl("net/ipv6/conf/all/forwarding", "1")
-        sysctl("net/ipv6/icmp/ratelimit", "0", optional=True)
+        sysctl("net/ipv6/icmp/ratemask", "0", optional=True)  # of types, of which 0 is none
 
 
 def _place_settings(ipv6: bool) -> None:

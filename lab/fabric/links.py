@@ -112,7 +112,7 @@ def effects(
     Args:
         links: the Link objects.
         places: every pod and external host.
-        aliases: other names of places (an external host's name and host names) to place names.
+        aliases: what a Link calls a place by another name than its own: external hosts.
         uplinks: by router, its interface towards the other router.
 
     Raises:
@@ -175,8 +175,7 @@ def effects(
 def _resolve(link: Link, name: str, by_name: Mapping[str, Place], aliases: Mapping[str, str]) -> Place | None:
     if name == EVERYWHERE:
         return None
-    namespace, slash, pod = name.partition("/")
-    place = by_name.get(f"{pod}.{namespace}" if slash else name) or by_name.get(aliases.get(name, ""))
+    place = by_name.get(aliases.get(name, name))
     if place is None:
         raise InputError(
             f'Link "{link.meta.name}" names "{name}"',

@@ -17,7 +17,8 @@ from typing import Generic, TypeVar
 
 from lab.errors import InputError, LabError, ObservationError
 from lab.fabric import paths
-from lab.fabric.record import Record
+from lab.fabric.record import Record, unmount
+from lab.fabric.shield import held
 
 CLONE_NEWNET = 0x40000000
 MS_BIND = 1 << 12
@@ -55,7 +56,7 @@ class _Outcome(Generic[T]):
 def apart(work: Callable[[Stop], T]) -> T:
     """Runs ``work`` in a thread of its own and gives back what it returns or raises.
 
-    An interrupt (Ctrl-C) while waiting asks the work to stop and is raised only after the work has ended: whoever
+    An interrupt (Ctrl-C) while waiting asks the work to stop and takes effect only after the work has ended: whoever
     cleans up then does not race with a half-done build.
     """
     stop = Stop()
@@ -68,16 +69,14 @@ def apart(work: Callable[[Stop], T]) -> T:
             outcome.error = e
 
     thread = threading.Thread(target=run, name="fabric", daemon=True)
-    thread.start()
-    interrupt: BaseException | None = None
-    while thread.is_alive():
+    with held(stop.set):
+        thread.start()
         try:
             thread.join()
-        except BaseException as e:
-            interrupt = e
+        except BaseException:  # not a signal; the work must end all the same
             stop.set()
-    if interrupt is not None:
-        raise interrupt
+            thread.join()
+            raise
     if outcome.error is not None:
         raise outcome.error
     return outcome.value
@@ -142,8 +141,6 @@ def make(record: Record, place: str) -> bool:
 
 def unpin(record: Record, place: str) -> None:
     """Lets go of the namespace of ``place``; it ends with the last process and socket in it. Twice is fine."""
-    from lab.fabric.record import unmount
-
     path = paths.netns_path(record.name, place)
     try:
         if is_pinned(path):

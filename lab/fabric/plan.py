@@ -23,7 +23,7 @@ from typing import Literal
 
 from lab.errors import InputError
 from lab.fabric import links, paths, services
-from lab.manifests.model import ExternalHost, Mesh
+from lab.manifests.model import Mesh
 
 ROUTER_MAC = "ee:ee:ee:ee:ee:ee"
 """Of every router's end of every link: they are point-to-point, so nobody sees two of them."""
@@ -135,7 +135,9 @@ def plan(mesh: Mesh) -> Plan:
         places=places,
         ipv6=ipv6,
         services=services.virtual_ports(mesh),
-        links=links.effects(mesh.links, places, _aliases(mesh.external_hosts), UPLINKS),
+        links=links.effects(
+            mesh.links, places, {h.meta.name: paths.external_place(h.meta.name) for h in mesh.external_hosts}, UPLINKS
+        ),
     )
 
 
@@ -173,14 +175,6 @@ def _check(places: Iterable[Place]) -> None:
                 why = f'"{seen[name]}" would be called so too'
                 raise InputError(f'"{place.name}" cannot be a place', name, why, "Rename one of them")
             seen[name] = place.name
-
-
-def _aliases(hosts: Iterable[ExternalHost]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for host in hosts:
-        for name in (host.meta.name, *host.hosts):
-            found.setdefault(name, paths.external_place(host.meta.name))
-    return found
 
 
 def _addresses(mesh: Mesh) -> set[str]:

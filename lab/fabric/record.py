@@ -32,6 +32,7 @@ from typing import Literal
 
 from lab.errors import InputError, LabError
 from lab.fabric import paths
+from lab.fabric.shield import held
 
 MNT_DETACH = 2
 
@@ -216,7 +217,8 @@ def down(name: str, timeout: float = 10.0) -> list[str]:
     """Takes away everything of the lab ``name``, whatever state it is in. Doing it twice is fine.
 
     A living supervisor (unless it is the caller) is asked to end with SIGTERM, which lets it take the lab down itself;
-    half the time later, or at once if it is gone, everything that is left is killed, unmounted and removed.
+    half the time later, or at once if it is gone, everything that is left is killed, unmounted and removed. An
+    interrupt meanwhile takes effect afterwards.
 
     Args:
         timeout: how long ending processes may take, in seconds.
@@ -227,6 +229,11 @@ def down(name: str, timeout: float = 10.0) -> list[str]:
     Raises:
         LabError: something could not be removed; it is named.
     """
+    with held():
+        return _down(name, timeout)
+
+
+def _down(name: str, timeout: float) -> list[str]:
     deadline = time.monotonic() + timeout
     directory = paths.run_dir(name)
     if directory.is_symlink():
