@@ -299,9 +299,8 @@ class Registry:
             subject_alt_names=tuple(accounts),
             publish_not_ready=service.publish_not_ready,
             alias_of=service.external_name.rstrip("."),
-            traffic_distribution=notes.get(
-                distribution, namespace.meta.annotations.get(distribution, "") if namespace else ""
-            ),
+            traffic_distribution=service.traffic_distribution
+            or notes.get(distribution, namespace.meta.annotations.get(distribution, "") if namespace else ""),
         )
 
     def _from_entry(self, entry: model.ServiceEntry) -> list[Service]:

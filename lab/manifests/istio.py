@@ -154,6 +154,19 @@ def sidecar(item: Item, problems: Problems) -> Sidecar:
     ports += [("egress", index, listener.port) for index, listener in enumerate(spec.egress) if listener.port]
     for what, index, port in ports:
         _protocol(port.protocol, item, ("spec", what, index, "port", "protocol"), problems)
+    paths: list[tuple[tuple[str | int, ...], connection_pool.ConnectionPoolSettings | None]] = [
+        (("spec", "inboundConnectionPool"), spec.inbound_connection_pool)
+    ]
+    paths += [
+        (("spec", "ingress", index, "connectionPool"), entry.connection_pool)
+        for index, entry in enumerate(spec.ingress)
+    ]
+    for path, pool in paths:
+        if pool and pool.http and pool.http.http2_keep_alive:
+            source = locate(item.document, (*path, "http", "http2KeepAlive"))
+            problems.warn(
+                source, f"{item.subject}: http2KeepAlive of an inbound pool is accepted, but the lab does not act on it"
+            )
     policy = spec.outbound_traffic_policy
     proxy = policy.egress_proxy if policy else None
     return Sidecar(

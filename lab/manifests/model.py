@@ -165,6 +165,7 @@ class Service:
     external_name: str = ""
     publish_not_ready: bool = False
     internal_traffic_policy_local: bool = False
+    traffic_distribution: str = ""
 
     def host(self, suffix: str = "cluster.local") -> str:
         return f"{self.meta.name}.{self.meta.namespace}.svc.{suffix}"

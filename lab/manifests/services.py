@@ -89,6 +89,7 @@ def service(item: Item, claims: list[Claim], problems: Problems) -> ServiceDraft
             external_name=spec.external_name if external else "",
             publish_not_ready=spec.publish_not_ready_addresses,
             internal_traffic_policy_local=spec.internal_traffic_policy == "Local",
+            traffic_distribution=spec.traffic_distribution,
         ),
         families,
     )

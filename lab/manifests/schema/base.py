@@ -44,7 +44,7 @@ class Spec(BaseModel):
     """A mapping in a manifest."""
 
     model_config = ConfigDict(
-        alias_generator=to_camel, validate_by_name=True, strict=True, frozen=True, extra="ignore", defer_build=True
+        alias_generator=to_camel, validate_by_name=True, strict=True, frozen=True, extra="forbid", defer_build=True
     )
 
     UNUSED: ClassVar[frozenset[str]] = frozenset()

@@ -23,7 +23,7 @@ class ServicePort(Spec):
 class ServiceSpec(Spec):
     UNUSED = words(
         "allocateLoadBalancerNodePorts externalIPs externalTrafficPolicy healthCheckNodePort loadBalancerClass loadBalancerIP"
-        " loadBalancerSourceRanges sessionAffinity sessionAffinityConfig trafficDistribution topologyKeys"
+        " loadBalancerSourceRanges sessionAffinity sessionAffinityConfig topologyKeys"
     )
 
     type: Literal["ClusterIP", "NodePort", "LoadBalancer", "ExternalName"] = "ClusterIP"
@@ -34,6 +34,7 @@ class ServiceSpec(Spec):
     external_name: DnsName = ""
     publish_not_ready_addresses: bool = False
     internal_traffic_policy: Literal["Cluster", "Local"] = "Cluster"
+    traffic_distribution: Literal["", "PreferClose", "PreferSameZone", "PreferSameNode"] = ""
     ip_families: list[Literal["IPv4", "IPv6"]] = Field(default_factory=list)
     ip_family_policy: Literal["SingleStack", "PreferDualStack", "RequireDualStack"] = "SingleStack"
 

@@ -173,8 +173,10 @@ class OutcomeExpectation(VerdictPart):
 
 
 class VerdictExpectation(VerdictPart):
-    """A subset of a verdict."""
+    """A subset of a verdict; lists compare as sets."""
 
+    test: str | None = None
+    proof: Literal["observed", "predicted"] | None = None
     from_: FromExpectation | None = None
     to: ToExpectation | None = None
     source_port: int | None = None
@@ -185,6 +187,13 @@ class VerdictExpectation(VerdictPart):
     tls: TlsExpectation | None = None
     wire: WireExpectation | None = None
     outcome: OutcomeExpectation | None = None
+    evidence: dict[str, str] | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if not self.model_fields_set:
+            raise ValueError("expect is empty: such a test cannot fail")
+        return self
 
 
 class TrafficTestSpec(Spec):
