@@ -13,27 +13,21 @@ import json
 import logging
 import os
 import re
-import socket
 import ssl
-import struct
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import Any
+from urllib.parse import urljoin, urlsplit
 
 from agent.errors import AgentError
-
-if TYPE_CHECKING:
-    from aiohttp import web
+from agent.http import Headers, HTTPError, Request, Response, Target, connect, fetch, text_response
 
 log = logging.getLogger("probes")
 
 _PATH = re.compile(r"/(app-health|app-lifecycle)/[^/]+/(livez|readyz|startupz|prestopz|poststartz)")
 BODY_LIMIT = 10 * 1024
 MAX_REDIRECTS = 10
-# A second in TIME_WAIT instead of sixty.
-_LINGER = struct.pack("ii", 1, 1)
 
 
 @dataclass(frozen=True)
@@ -94,114 +88,73 @@ class AppProber:
         destination: the pod's address, or ``localhost``.
         status_port: the agent's own, replaced in forwarded Host headers.
         ipv6: bind ``::6`` instead of 127.0.0.6.
-        keepalive: keep connections of HTTP probes.
     """
 
-    def __init__(
-        self, probers: Mapping[str, Prober], destination: str, status_port: int, *, ipv6: bool, keepalive: bool = False
-    ) -> None:
+    def __init__(self, probers: Mapping[str, Prober], destination: str, status_port: int, *, ipv6: bool) -> None:
         self._probers, self._destination, self._status_port = probers, destination, status_port
         self._source = "::6" if ipv6 else "127.0.0.6"
-        self._keepalive = keepalive
-        self._sessions: dict[str, Any] = {}
 
-    async def close(self) -> None:
-        for session in self._sessions.values():
-            await session.close()
-        self._sessions.clear()
-
-    async def serve(self, request: web.BaseRequest) -> web.Response:
-        from aiohttp import web
-
+    async def serve(self, request: Request) -> Response:
+        """The answer to the kubelet."""
         prober = self._probers.get(request.path)
         if prober is None:
             log.error("Prober does not exists url %s", request.path)
-            return web.Response(status=400, text=f"app prober config does not exists for {request.path}")
+            return text_response(400, f"app prober config does not exists for {request.path}")
         if prober.kind == "httpGet":
             return await self._http(prober, request)
         probe = self._tcp if prober.kind == "tcpSocket" else self._grpc
-        return web.Response(status=200 if await probe(prober, request.headers.get("User-Agent", "")) else 500)
+        return Response(200 if await probe(prober, request.header("user-agent")) else 500)
 
-    def _session(self, path: str) -> Any:
-        from aiohttp import ClientSession, DummyCookieJar, TCPConnector
+    def _target(self, prober: Prober) -> Target:
+        return Target(self._destination, prober.port, self._source, _unverified() if prober.https else None)
 
-        if path not in self._sessions:
-            connector = TCPConnector(
-                local_addr=(self._source, 0), ssl=_unverified(), force_close=not self._keepalive, ttl_dns_cache=0
-            )
-            self._sessions[path] = ClientSession(
-                connector=connector, cookie_jar=DummyCookieJar(), auto_decompress=False, trust_env=False
-            )
-        return self._sessions[path]
-
-    async def _http(self, prober: Prober, request: web.BaseRequest) -> web.Response:
-        from aiohttp import ClientError, ClientTimeout, web
-        from multidict import CIMultiDict
-
-        headers = CIMultiDict((name, value) for name, value in request.headers.items() if name.lower() != "connection")
-        headers["Host"] = self._host(request.host, prober.port)
-        scheme = "https" if prober.https else "http"
-        host = f"[{self._destination}]" if ":" in self._destination else self._destination
-        url = f"{scheme}://{host}:{prober.port}{prober.path}"
-        session = self._session(request.path)
+    async def _http(self, prober: Prober, request: Request) -> Response:
+        target, path = self._target(prober), prober.path
+        hop_by_hop = ("connection", "host", "content-length", "transfer-encoding")
+        headers = [(name, value) for name, value in request.headers if name.lower() not in hop_by_hop]
+        headers.append(("Host", self._host(request.header("host") or target.authority, prober.port)))
         try:
             async with asyncio.timeout(prober.timeout or None):
                 for _ in range(MAX_REDIRECTS):
-                    async with session.get(
-                        url, headers=headers, allow_redirects=False, timeout=ClientTimeout(total=None)
-                    ) as response:
-                        location = response.headers.get("Location", "")
-                        if 300 <= response.status < 400 and location:
-                            target = response.url.join(type(response.url)(location))
-                            if target.host == urlsplit(url).hostname:
-                                url = str(target)
-                                continue
-                        if 300 <= response.status < 400:
-                            return web.Response(status=200)
-                        body = await response.content.read(BODY_LIMIT)
-                        return web.Response(status=response.status, body=body)
-            raise ClientError("stopped after 10 redirects")
-        except (ClientError, TimeoutError, OSError, ValueError) as error:
+                    answer = await fetch(target, "GET", path, headers, timeout=None, limit=BODY_LIMIT, cut=True)
+                    if not 300 <= answer.status < 400:
+                        return Response(answer.status, answer.body, _content_type(answer))
+                    redirected = self._redirected(target, path, answer.header("location"))
+                    if redirected is None:
+                        # A redirect needs a Location, so it is a plain success here.
+                        return Response(200)
+                    target, path = redirected
+            raise HTTPError("stopped after 10 redirects")
+        except (HTTPError, TimeoutError) as error:
             log.error(
                 "Request to probe app failed: %s, original URL path = %s, app URL path = %s",
                 error or "timeout",
                 request.path,
                 prober.path,
             )
-            return web.Response(status=500)
+            return Response(500)
+
+    @staticmethod
+    def _redirected(target: Target, path: str, location: str) -> tuple[Target, str] | None:
+        """Where a redirect on the same host leads; None for another host or no Location."""
+        if not location:
+            return None
+        scheme = "http" if target.tls is None else "https"
+        url = urlsplit(urljoin(f"{scheme}://{target.authority}{path}", location))
+        if url.hostname != target.host.lower() or url.scheme not in ("http", "https"):
+            return None
+        port = url.port or (443 if url.scheme == "https" else 80)
+        tls = _unverified() if url.scheme == "https" else None
+        return Target(target.host, port, target.source, tls), (url.path or "/") + (f"?{url.query}" if url.query else "")
 
     def _host(self, host: str, port: int) -> str:
         name, separator, own = host.rpartition(":")
         return f"{name}:{port}" if separator and own == str(self._status_port) else host
 
-    def _connect_socket(self) -> socket.socket:
-        family = socket.AF_INET6 if ":" in self._source else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER)
-        try:
-            sock.bind((self._source, 0))
-        except OSError:
-            sock.close()
-            raise
-        return sock
-
-    async def _open(self, prober: Prober) -> socket.socket:
-        sock = self._connect_socket()
-        destination = self._destination
-        if destination == "localhost":
-            destination = "::1" if ":" in self._source else "127.0.0.1"
-        try:
-            await asyncio.get_running_loop().sock_connect(sock, (destination, prober.port))
-        except BaseException:
-            sock.close()
-            raise
-        return sock
-
     async def _tcp(self, prober: Prober, _agent: str) -> bool:
         try:
             async with asyncio.timeout(prober.timeout or None):
-                sock = await self._open(prober)
-            sock.close()
+                (await connect(self._target(prober))).close()
         except (OSError, TimeoutError):
             return False
         return True
@@ -217,10 +170,13 @@ class AppProber:
         if agent:
             options.append(("grpc.primary_user_agent", agent))  # type: ignore[arg-type]
         try:
-            async with asyncio.timeout(prober.timeout), self._relay(prober) as address:
-                async with grpc.aio.insecure_channel(address, options=options) as channel:
-                    check = channel.unary_unary("/grpc.health.v1.Health/Check")
-                    answer = await check(_health_request(prober.service), timeout=prober.timeout)
+            async with (
+                asyncio.timeout(prober.timeout),
+                self._relay(prober) as address,
+                grpc.aio.insecure_channel(address, options=options) as channel,
+            ):
+                check = channel.unary_unary("/grpc.health.v1.Health/Check")
+                answer: bytes = await check(_health_request(prober.service), timeout=prober.timeout)
         except grpc.aio.AioRpcError as error:
             log.error("grpc probe failed: %s %s", error.code().name, error.details())
             return False
@@ -236,14 +192,14 @@ class AppProber:
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
-                far_reader, far_writer = await asyncio.open_connection(sock=await self._open(prober))
+                far_reader, far_writer = await asyncio.open_connection(sock=await connect(self._target(prober)))
             except OSError:
                 writer.close()
                 return
             tasks.append(asyncio.create_task(_copy(reader, far_writer)))
             tasks.append(asyncio.create_task(_copy(far_reader, writer)))
 
-        with tempfile.TemporaryDirectory(dir=None) as directory:
+        with tempfile.TemporaryDirectory() as directory:
             path = os.path.join(directory, "probe")
             server = await asyncio.start_unix_server(accept, path)
             try:
@@ -278,8 +234,13 @@ def _health_request(service: str) -> bytes:
     return data
 
 
+def _content_type(response: Response) -> Headers:
+    value = response.header("content-type")
+    return (("Content-Type", value),) if value else ()
+
+
 def _unverified() -> ssl.SSLContext:
-    context = ssl.create_default_context()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     return context

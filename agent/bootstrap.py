@@ -238,7 +238,7 @@ class _Builder:
         )
         if not self.metadata_discovery:
             return [internal]
-        discovery = {"config_source": {"ads": {}}}
+        discovery: Json = {"config_source": {"ads": {}}}
         return [typed("metadata_discovery", "istio.workload.BootstrapExtension", discovery), internal]
 
     def _stats_intervals(self) -> dict[str, str]:
@@ -284,7 +284,7 @@ class _Builder:
 
     def _stats_patterns(self) -> list[Json]:
         matcher = self.config.proxy_stats_matcher
-        suffixes = _REQUIRED_SUFFIXES
+        suffixes: Sequence[str] = _REQUIRED_SUFFIXES
         if self.meta.get("EXIT_ON_ZERO_ACTIVE_CONNECTIONS") == "true":
             suffixes = (*suffixes, "downstream_cx_active")
         prefix = self._inclusion("Prefixes", matcher.inclusion_prefixes, _REQUIRED_PREFIXES)

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from typing import TextIO
 
 from agent import __version__
 from agent.errors import AgentError, UsageError
@@ -48,8 +49,9 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
         return 130
 
 
-def _print(stream: object, text: str) -> None:
-    print(text, file=stream, flush=True)  # type: ignore[call-overload]  # noqa: T201
+def _print(stream: TextIO, text: str) -> None:
+    stream.write(f"{text}\n")
+    stream.flush()
 
 
 def _dispatch(arguments: list[str], environment: Mapping[str, str]) -> int:

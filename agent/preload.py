@@ -3,14 +3,14 @@
 A zygote imports this once; its children share the pages and start without importing.
 """
 
-import aiohttp
-import aiohttp.web
 import dns.message
 import dns.rdtypes.ANY.OPT
 import grpc
 import grpc.aio
+import h11
 import uvloop
 
+import agent.app_probe
 import agent.cli
 import agent.dns.server
 import agent.options
@@ -18,4 +18,4 @@ import agent.run
 import agent.upstream
 import agent.xds_proxy
 
-__all__ = ["agent", "aiohttp", "dns", "grpc", "uvloop"]
+__all__ = ["agent", "dns", "grpc", "h11", "uvloop"]

@@ -18,7 +18,6 @@ from typing import Any
 
 import yaml
 from google.protobuf import json_format
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from agent import paths
 from agent.duration import parse_duration
@@ -107,14 +106,14 @@ def merge(base: pb.ProxyConfig, overlay: Mapping[str, Any]) -> pb.ProxyConfig:
     return merged
 
 
-def _replace(target: pb.ProxyConfig, source: pb.ProxyConfig, field: FieldDescriptor) -> None:
+def _replace(target: pb.ProxyConfig, source: pb.ProxyConfig, field: Any) -> None:
     # An empty scalar in the overlay is an explicit value: it must win over the base.
-    target.ClearField(field.name)  # type: ignore[arg-type]
+    target.ClearField(field.name)
     partial = pb.ProxyConfig()
     partial.CopyFrom(source)
     for other in pb.ProxyConfig.DESCRIPTOR.fields:
         if other.name != field.name:
-            partial.ClearField(other.name)  # type: ignore[arg-type]
+            partial.ClearField(other.name)
     target.MergeFrom(partial)
 
 
@@ -123,11 +122,11 @@ def _inherit(target: pb.ProxyConfig.ProxyHeaders, base: pb.ProxyConfig.ProxyHead
     if field.message_type is None:
         if not getattr(target, member):
             setattr(target, member, getattr(base, member))
-    elif not target.HasField(member) and base.HasField(member):  # type: ignore[arg-type]
+    elif not target.HasField(member) and base.HasField(member):
         getattr(target, member).CopyFrom(getattr(base, member))
 
 
-def _normalised(message: Descriptor, value: Mapping[str, Any]) -> dict[str, Any]:
+def _normalised(message: Any, value: Mapping[str, Any]) -> dict[str, Any]:
     """The mapping with camelCase names, without nulls, and with durations in protobuf's own form."""
     fields = {name: field for field in message.fields for name in (field.name, field.json_name)}
     result: dict[str, Any] = {}
@@ -140,7 +139,7 @@ def _normalised(message: Descriptor, value: Mapping[str, Any]) -> dict[str, Any]
     return result
 
 
-def _normalised_value(field: FieldDescriptor, item: Any) -> Any:
+def _normalised_value(field: Any, item: Any) -> Any:
     nested = field.message_type
     if nested is None:
         return item

@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from agent import options as agent_options
-from agent.admin import AdminClient, HTTPClient
+from agent.admin import AdminClient
 from agent.app_probe import AppProber, parse_probers
 from agent.bootstrap import XDS_SOCKET, build_bootstrap, lightstep_token_file
 from agent.dns.server import DNSOptions, DNSServer
@@ -72,8 +72,7 @@ class Agent:
         self.options, self._envoy = options, envoy
         env = options.environment
         self.metrics = Metrics()
-        self._client = HTTPClient()
-        self._admin = AdminClient(self._client, options.localhost, options.config.proxy_admin_port)
+        self._admin = AdminClient(options.localhost, options.config.proxy_admin_port)
         self._cancelled = asyncio.Event()
         self._configured = asyncio.Event()
         self._table_received = asyncio.Event()
@@ -97,11 +96,10 @@ class Agent:
             "localhost" if legacy else pod_ip,
             options.config.status_port,
             ipv6=options.ipv6 or ":" in pod_ip,
-            keepalive=env.boolean("ENABLE_PROBE_KEEPALIVE_CONNECTIONS", False),
         )
         self._status = StatusServer(
             self._readiness,
-            Scraper(self._client, self.metrics, options.prometheus_port if merge_envoy else None, targets),
+            Scraper(self.metrics, options.prometheus_port if merge_envoy else None, targets),
             self._prober,
             self._dns,
             self._drain_now,
@@ -221,16 +219,9 @@ class Agent:
         written = ""
         if not path:
             path = written = bootstrap_path(options)
-            bootstrap = build_bootstrap(node, options.config, agent_options.bootstrap_options(options))
-            try:
-                os.makedirs(options.config.config_path, mode=0o700, exist_ok=True)
-                with open(path, "w", encoding="utf-8") as file:
-                    json.dump(bootstrap, file, separators=(",", ":"))
-                if options.config.tracing.WhichOneof("tracer") == "lightstep":
-                    with open(lightstep_token_file(options.config), "w", encoding="utf-8") as file:
-                        file.write(options.config.tracing.lightstep.access_token)
-            except OSError as error:
-                raise AgentError("failed to write the Envoy bootstrap", error) from None
+            _write_bootstrap(
+                path, build_bootstrap(node, options.config, agent_options.bootstrap_options(options)), options
+            )
         await self._envoy.start(
             find_binary(options.config.binary_path),
             envoy_args(path, options.config, agent_options.envoy_options(options, node)),
@@ -294,9 +285,19 @@ class Agent:
             await self._xds.stop()
         if self._dns is not None:
             await self._dns.stop()
-        await self._prober.close()
         await self._status.stop()
-        await self._client.close()
+
+
+def _write_bootstrap(path: str, bootstrap: dict[str, Any], options: ProxyOptions) -> None:
+    try:
+        os.makedirs(options.config.config_path, mode=0o700, exist_ok=True)
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(bootstrap, file, separators=(",", ":"))
+        if options.config.tracing.WhichOneof("tracer") == "lightstep":
+            with open(lightstep_token_file(options.config), "w", encoding="utf-8") as file:
+                file.write(options.config.tracing.lightstep.access_token)
+    except OSError as error:
+        raise AgentError("failed to write the Envoy bootstrap", error) from None
 
 
 def _remove(path: str) -> None:

@@ -5,25 +5,26 @@ Source: istio/istio: pilot/cmd/pilot-agent/status/server.go.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import json
 import logging
 import socket
+import sys
+import traceback
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from agent.dns.table import KUBERNETES, entries
+from agent.http import Request, Response, Server, text_response
 from agent.readiness import NotReady, Readiness
 
 if TYPE_CHECKING:
-    from aiohttp import web
-
     from agent.app_probe import AppProber
     from agent.dns.server import DNSServer
     from agent.scrape import Scraper
 
 log = logging.getLogger("default")
-probes_log = logging.getLogger("probes")
 
 
 def is_loopback(peer: str | None) -> bool:
@@ -43,23 +44,20 @@ def listen_socket(port: int) -> socket.socket:
         OSError: the port cannot be bound.
     """
     try:
-        sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
-    except OSError:
-        sock = None  # type: ignore[assignment]
-    if sock is not None:
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            sock.bind(("::", port))
-            return sock
-        except OSError as error:
-            sock.close()
-            if error.errno not in (97, 99):
-                raise
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        return _bound(socket.AF_INET6, "::", port)
+    except OSError as error:
+        if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+            raise
+    return _bound(socket.AF_INET, "0.0.0.0", port)
+
+
+def _bound(family: socket.AddressFamily, host: str, port: int) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(("0.0.0.0", port))
+        if family is socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.bind((host, port))
     except OSError:
         sock.close()
         raise
@@ -94,105 +92,87 @@ class StatusServer:
         self._readiness, self._scraper, self._prober, self._dns = readiness, scraper, prober, dns
         self._drain, self._quit = drain, quit
         self._local_metrics_only, self._profiling = local_metrics_only, profiling
-        self._runner: web.ServerRunner | None = None
+        self._server = Server(self._handle)
         self._was_ready: bool | None = None
+        self._not_ready = ""
 
     async def start(self, port: int) -> None:
         """Listens; a port that cannot be bound is only logged."""
-        from aiohttp import web
-
         try:
             sock = listen_socket(port)
         except OSError as error:
             log.error("Error listening on status port: %s", error.strerror)
             return
-        server = web.Server(self._handle, access_log=None)
-        self._runner = web.ServerRunner(server)
-        await self._runner.setup()
-        await web.SockSite(self._runner, sock, shutdown_timeout=1).start()
+        await self._server.start(sock)
         log.info("Opening status port %d", port)
 
     async def stop(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        await self._server.stop()
 
-    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        from aiohttp import web
-
+    async def _handle(self, request: Request) -> Response:
         path = request.path
         if path == "/healthz/ready":
             return await self._ready()
         if path in ("/stats/prometheus", "/metrics"):
-            if self._local_metrics_only and not is_loopback(request.remote):
-                return web.Response(status=403, text="Only requests from localhost are allowed\n")
+            if self._local_metrics_only and not is_loopback(request.peer):
+                return _FORBIDDEN
             return await self._scraper.serve(request)
         if path in ("/quitquitquit", "/drain"):
             return await self._end(request)
         if path.startswith(("/app-health/", "/app-lifecycle/")):
             return await self._prober.serve(request)
-        if path == "/debug/ndsz":
-            return self._ndsz(request)
-        if path.startswith("/debug/pprof/") and self._profiling:
-            return self._profile(request)
-        return web.Response(status=404, text="404 page not found\n")
+        if path == "/debug/ndsz" or (path.startswith("/debug/pprof/") and self._profiling):
+            if not is_loopback(request.peer):
+                return _FORBIDDEN
+            return self._ndsz() if path == "/debug/ndsz" else text_response(200, _stacks())
+        return text_response(404, "404 page not found\n")
 
-    async def _ready(self) -> web.Response:
-        from aiohttp import web
-
+    async def _ready(self) -> Response:
         try:
             await self._readiness.check()
         except NotReady as reason:
-            if self._was_ready is not False:
-                probes_log.warning("Envoy proxy is NOT ready: %s", reason)
-            self._was_ready = False
-            return web.Response(status=503)
+            if str(reason) != self._not_ready:
+                log.warning("Envoy proxy is NOT ready: %s", reason)
+            self._was_ready, self._not_ready = False, str(reason)
+            return Response(503)
         if self._was_ready is not True:
-            probes_log.info("Envoy proxy is ready")
-        self._was_ready = True
-        return web.Response(status=200)
+            log.info("Envoy proxy is ready")
+        self._was_ready, self._not_ready = True, ""
+        return Response(200)
 
-    async def _end(self, request: web.BaseRequest) -> web.Response:
-        from aiohttp import web
-
-        if not is_loopback(request.remote):
-            return web.Response(status=403, text="Only requests from localhost are allowed\n")
+    async def _end(self, request: Request) -> Response:
+        if not is_loopback(request.peer):
+            return _FORBIDDEN
         if request.method != "POST":
-            return web.Response(status=405, text="405 Method Not Allowed\n", headers={"Allow": "POST"})
+            return text_response(405, "Method Not Allowed\n", ("Allow", "POST"))
         if request.path == "/drain":
-            log.info("handling drain")
+            log.info("handling /drain, starting drain")
             await self._drain()
         else:
-            log.info("handling quitquitquit, notifying pilot-agent to exit")
+            log.info("handling /quitquitquit, notifying pilot-agent to exit")
             self._quit()
-        return web.Response(text="OK")
+        return text_response(200, "OK")
 
-    def _ndsz(self, request: web.BaseRequest) -> web.Response:
-        from aiohttp import web
-
-        if not is_loopback(request.remote):
-            return web.Response(status=403, text="Only requests from localhost are allowed\n")
+    def _ndsz(self) -> Response:
         table = self._dns.name_table if self._dns is not None else None
+        headers = (("Content-Type", "application/json"),)
         if self._dns is None or table is None:
-            return web.Response(status=404, text="{}", content_type="application/json")
+            return Response(404, b"{}", headers)
         shown: dict[str, dict[str, object]] = {}
-        for host, names, ipv4, ipv6 in entries(table.table, self._dns.names):
+        for _, names, ipv4, ipv6 in entries(table.table, self._dns.names):
             ips = [str(ipaddress.ip_address(packed)) for packed in (*ipv4, *ipv6)]
             for name in names:
-                shown[name] = {"ips": ips, "registry": KUBERNETES, "host": host}
-        return web.json_response({"table": dict(sorted(shown.items()))}, dumps=lambda data: json.dumps(data, indent=2))
+                shown[name] = {"ips": ips, "registry": KUBERNETES}
+        body = json.dumps({"table": dict(sorted(shown.items()))}, separators=(",", ":"))
+        return Response(200, body.encode(), headers)
 
-    def _profile(self, request: web.BaseRequest) -> web.Response:
-        """What Python can say in place of Go's pprof: the stack of every thread."""
-        import sys
-        import traceback
 
-        from aiohttp import web
+_FORBIDDEN = text_response(403, "Only requests from localhost are allowed\n")
 
-        if not is_loopback(request.remote):
-            return web.Response(status=403, text="Only requests from localhost are allowed\n")
-        stacks = [
-            f"thread {identity}:\n{''.join(traceback.format_stack(frame))}"
-            for identity, frame in sys._current_frames().items()
-        ]
-        return web.Response(text="\n".join(stacks))
+
+def _stacks() -> str:
+    """What Python can say in place of Go's pprof: the stack of every thread."""
+    return "\n".join(
+        f"thread {identity}:\n{''.join(traceback.format_stack(frame))}"
+        for identity, frame in sys._current_frames().items()
+    )

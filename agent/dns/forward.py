@@ -30,7 +30,7 @@ class UpstreamError(Exception):
 def is_well_formed(reply: bytes) -> bool:
     """True if the whole message parses."""
     try:
-        dns.message.from_wire(reply, keyring=False, ignore_trailing=True)  # type: ignore[arg-type]
+        dns.message.from_wire(reply, keyring=False, ignore_trailing=True)
     except (dns.exception.DNSException, ValueError, IndexError, struct.error):
         return False
     return True

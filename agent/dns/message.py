@@ -75,7 +75,7 @@ def parse_query(data: bytes) -> Query:
     if answers > 1 or authorities > 1 or additionals > 2:
         return Query(Verdict.REJECTED, flags, rcode=FORMERR)
     try:
-        message = dns.message.from_wire(data, keyring=False, ignore_trailing=True)  # type: ignore[arg-type]
+        message = dns.message.from_wire(data, keyring=False, ignore_trailing=True)
     except (dns.exception.DNSException, ValueError, IndexError, struct.error):
         return Query(Verdict.MALFORMED)
     if not message.question:

@@ -112,7 +112,8 @@ def alternate_hosts(host: str, info: nds_pb2.NameTable.NameInfo, proxy: ProxyNam
 
 def split_addresses(texts: Sequence[str]) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
     """Packed IPv4 and IPv6 addresses; text that is no address is skipped."""
-    ipv4, ipv6 = [], []
+    ipv4: list[bytes] = []
+    ipv6: list[bytes] = []
     for text in texts:
         try:
             address = ipaddress.ip_address(text)
@@ -146,7 +147,7 @@ def build_table(table: nds_pb2.NameTable, proxy: ProxyNames) -> LookupTable:
                 result.ipv4[wire] = ipv4
             if ipv6:
                 result.ipv6[wire] = ipv6
-            if not suffix or wire.endswith(suffix) and _on_label(wire, suffix):
+            if not suffix or (wire.endswith(suffix) and _on_label(wire, suffix)):
                 continue
             expanded = wire[:-1] + suffix
             if expanded not in wires and len(expanded) <= 255:
