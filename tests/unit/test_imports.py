@@ -33,6 +33,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "lab.runtime": _RUNTIME,
     "lab.trace": (*_RUNTIME, "lab.trace"),
     "lab.probe": (*_RUNTIME, "lab.trace", "lab.probe"),
+    "lab.proxyconfig": PACKAGES,
     "lab.show": PACKAGES,
     "lab.lifecycle": PACKAGES,
     "lab.cli": PACKAGES,

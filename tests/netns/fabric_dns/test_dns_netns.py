@@ -119,7 +119,9 @@ class Node:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
+        if self.process.stderr is not None:
+            self.process.stderr.close()
 
     def ask(
         self, name: str, rdtype: str = "A", transport: str = "udp", source: str = "10.244.0.7"
