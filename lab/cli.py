@@ -210,7 +210,9 @@ def _running(name: str | None, pod: str | None = None) -> str:
         if name in names:
             return name
         raise InputError(
-            f"no lab {name!r} is up", why=f"up: {', '.join(names) or 'none'}", next_step="See `lab ls`, or `lab up FILE`"
+            f"no lab {name!r} is up",
+            why=f"up: {', '.join(names) or 'none'}",
+            next_step="See `lab ls`, or `lab up FILE`",
         )
     if not names:
         raise InputError("no lab is up", next_step="Start one with `lab up FILE`")
@@ -317,7 +319,9 @@ def schema() -> int:
 @cli.command("proxy-config")
 @click.argument("pod")
 @click.argument("kind", type=click.Choice(KINDS), default="all")
-@click.option("-f", "--file", "files", multiple=True, type=click.Path(), help="What discovery would send; nothing runs.")
+@click.option(
+    "-f", "--file", "files", multiple=True, type=click.Path(), help="What discovery would send; nothing runs."
+)
 @click.option("--evidence", is_flag=True, help="With -f: include the lab's own evidence access log.")
 @click.option("--lab", "lab_name", help="Which lab, if several are up.")
 @click.option("--json", "as_json", is_flag=True)
@@ -343,7 +347,9 @@ def proxy_config(
 
 @cli.command()
 @click.argument("what", nargs=-1, required=True, metavar="FILE|NAME...")
-@click.option("-o", "--output", type=click.Choice(["mermaid", "dot", "svg", "html"]), default="mermaid", show_default=True)
+@click.option(
+    "-o", "--output", type=click.Choice(["mermaid", "dot", "svg", "html"]), default="mermaid", show_default=True
+)
 def graph(what: tuple[str, ...], output: str) -> int:
     """Draw a mesh."""
     from lab import graph as drawing
