@@ -94,7 +94,9 @@ def plan_text(document: Mapping[str, Any]) -> str:
     for service in document["services"]:
         ports = ",".join(map(str, service["ports"]))
         lines.append(f"service {service['host']} {' '.join(service['addresses']) or 'headless'} ports {ports}")
-    for host in document["external_hosts"]:
-        lines.append(f"external host {host['name']} {' '.join(host['addresses'])} ({', '.join(host['hosts'])})")
+    lines += [
+        f"external host {host['name']} {' '.join(host['addresses'])} ({', '.join(host['hosts'])})"
+        for host in document["external_hosts"]
+    ]
     lines.append(f"{len(document['tests'])} traffic tests")
     return "\n".join(lines)

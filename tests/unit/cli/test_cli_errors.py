@@ -1,0 +1,100 @@
+"""Wrong use is one clear line on stderr and exit 2, without root and without anything running."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+NOBODY = 65534
+
+POD = """
+apiVersion: v1
+kind: Pod
+metadata: {name: a, namespace: a}
+spec: {containers: [{name: app}]}
+"""
+
+
+def lab(*args: str, user: int | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "lab", *args],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        user=user,
+        group=user,
+        extra_groups=[] if user is not None else None,
+        check=False,
+    )
+
+
+def one_error_line(result: subprocess.CompletedProcess[str], code: int = 2) -> str:
+    assert result.returncode == code, result.stderr
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("warning: ")]
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("nonsense",), ("nonsense", "--help")),
+        (("up",), ("Missing argument", "lab up --help")),
+        (("up", "no-such-file.yaml"), ("no-such-file.yaml",)),
+        (("up", "--iptables", "ipfw", "x.yaml"), ("ipfw", "legacy")),
+        (("proxy-config", "frontend.frontend", "pods"), ("pods", "listeners")),
+        (
+            ("proxy-config", "nobody.frontend", "-f", "topologies/quickstart.yaml"),
+            ("nobody.frontend", "frontend.frontend"),
+        ),
+        (("proxy-config", "legacy.legacy", "-f", "topologies/quickstart.yaml"), ("no proxy", "quickstart.yaml:")),
+    ],
+)
+def test_wrong_usage(args: tuple[str, ...], words: tuple[str, ...]) -> None:
+    line = one_error_line(lab(*args))
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: [1, 2", ("bad.yaml:2",)),
+        (POD.replace("kind: Pod", "kind: Pood"), ("Pood", "bad.yaml:3")),
+        (POD.replace("containers", "contaniers"), ("contaniers", "bad.yaml:5")),
+        (POD + "---" + POD, ("a/a", "bad.yaml:7")),
+    ],
+    ids=["syntax", "unknown kind", "unknown field", "the same object twice"],
+)
+def test_bad_manifest(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
+    bad = tmp_path / "bad.yaml"
+    bad.write_text(text)
+    result = lab("validate", str(bad))
+    assert result.returncode == 2
+    errors = [line for line in result.stderr.splitlines() if not line.startswith("warning: ")]
+    assert all(line.startswith("error: ") for line in errors), result.stderr
+    assert all(word in errors[0] for word in words), result.stderr
+    assert one_error_line(lab("up", "--dry-run", str(bad))) == errors[0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+@pytest.mark.parametrize(
+    "args", [("up", "topologies/quickstart.yaml"), ("down", "x"), ("verify", "x"), ("exec", "a.b", "--", "id")]
+)
+def test_not_root(args: tuple[str, ...]) -> None:
+    if subprocess.run([sys.executable, "-c", "import lab"], user=NOBODY, check=False, capture_output=True).returncode:
+        pytest.skip("this checkout cannot be read by other users")
+    line = one_error_line(lab(*args, user=NOBODY))
+    assert "needs root" in line
+    assert "sudo" in line
+
+
+def test_no_arguments_shows_the_help() -> None:
+    result = lab()
+    assert result.returncode == 2
+    assert "verify" in result.stdout
