@@ -46,3 +46,6 @@ class ProofError(InitError):
     """The validation packet was not redirected."""
 
     exit_code = 126
+
+    def __str__(self) -> str:
+        return f"{self.what}\n{self.next_step}"

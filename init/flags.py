@@ -332,7 +332,8 @@ def _assign(parsed: Parsed, flag: Flag, shown: str, text: str) -> None:
         raise UsageError(f"invalid argument {text!r} for {shown}", str(error)) from None
     if flag.kind == "strings":
         kept = parsed.values[flag.name] if flag.name in parsed.given else ()
-        assert isinstance(kept, tuple) and isinstance(value, str)
+        assert isinstance(kept, tuple)
+        assert isinstance(value, str)
         value = (*kept, *value.split(","))
     parsed.values[flag.name] = value
     parsed.given.add(flag.name)

@@ -57,7 +57,7 @@ REGULAR_CHAINS: dict[str, tuple[str, ...]] = {
 _BARE = re.compile(r"[A-Za-z][A-Za-z0-9/_.-]*")
 _VALUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/+-]*")
 # Words that nft's grammar takes for itself where an interface name could stand.
-_KEYWORDS = frozenset(
+_KEYWORD_TEXT = (
     "accept add ah all and arp arriving at auth base bridge broadcast burst bypass bytes cgroup chain chains cipso classid "
     "clone code comment comp continue copy counter counters create ct daddr day dccp debug define delete destroy device "
     "devices dnat dport drop dscp dst dup dynamic ecn element elements error esp ether exists expires export expr family "
@@ -69,8 +69,9 @@ _KEYWORDS = frozenset(
     "priority process protocol queue queuenum quota random redirect reject rename replace reset return rt rtclassid rule "
     "ruleset saddr sack sctp secmark seconds sequence set sets size skgid skuid snaplen snat socket space spi sport src "
     "state states statements status symhash synproxy synproxys table tables tcp template th time timeout tproxy tunnel "
-    "type typeof udp udplite unknown until update vlan vmap vxlan wildcard window xml xor xt zone".split()
+    "type typeof udp udplite unknown until update vlan vmap vxlan wildcard window xml xor xt zone"
 )
+_KEYWORDS = frozenset(_KEYWORD_TEXT.split())
 
 PerFamily = Callable[[Family], Match]
 

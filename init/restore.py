@@ -125,6 +125,3 @@ def target_words(target: Target) -> list[str]:
 
 def _negated(negate: bool, option: str, value: str) -> list[str]:
     return ["!", option, value] if negate else [option, value]
-
-
-__all__ = ["body", "document", "dry_run", "line", "match_words", "new_chains", "tables", "target_words"]

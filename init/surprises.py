@@ -78,12 +78,11 @@ def _dns(config: Config, parsed: Parsed) -> Iterator[Surprise]:
             severe=False,
         )
         return
-    if words.split(config.proxy_gid):
+    if parsed.text("proxy-gid"):
         # Where GID is a copy of UID every proxy process has left the chain at the rules for its user.
         yield Surprise(
-            "the self-call rule for a proxy group has no exemption for port 53, unlike that for a proxy user: TCP DNS of "
-            f"group {config.proxy_gid} over lo, by another user than {config.proxy_uid}, goes to Envoy inbound",
-            severe=bool(parsed.text("proxy-gid")) and config.proxy_gid != config.proxy_uid,
+            "the self-call rule for a proxy group has no exemption for port 53, unlike that for a proxy user: TCP DNS over "
+            f"lo by group {config.proxy_gid} under another user than {config.proxy_uid} goes to Envoy inbound"
         )
     only_v6 = config.dns_servers_v6 and not config.dns_servers_v4 and not config.capture_all_dns
     if config.backend == "native-nft" and only_v6 and not config.ipv6:

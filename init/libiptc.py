@@ -1,0 +1,242 @@
+"""Legacy tables without a program: python-iptables over libiptc.
+
+The import takes a quarter of a second, so this module is imported only when the legacy back end is used. Merely
+opening a table creates it in the network namespace: only tables that are changed are opened, and the library's habit
+of opening all of them to look for chain names is bounded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import iptc
+
+from . import detect, edits, lock
+from .canonical import jump
+from .errors import InitError
+from .model import (
+    Address,
+    ConnMark,
+    Family,
+    Interface,
+    Jump,
+    Mark,
+    Match,
+    Owner,
+    Port,
+    Proto,
+    Redirect,
+    RestoreMark,
+    Rule,
+    SaveMark,
+    SetMark,
+    State,
+    Target,
+    Zone,
+)
+from .tools import held
+from .xtables import Changes, Restore
+
+_family: Family | None = None
+"""The family for which this process has loaded extensions, see ``LibIPTC.change``."""
+
+
+@dataclass(frozen=True)
+class LibIPTC(Restore):
+    """Applies edits through libiptc; reads the state with the save tool, which comes with the extensions it needs."""
+
+    lock_file: str = lock.DEFAULT
+
+    @property
+    def name(self) -> str:
+        return "legacy"
+
+    def change(self, changes: Changes) -> None:
+        """Carries out the edits, one commit for each table, under the xtables lock.
+
+        libxtables keeps only those variants of an extension that fit the family it was first loaded for (REDIRECT is
+        one that differs). So a process loads extensions for one family only: IPv6 is done in a forked child, before
+        IPv4 in this process. Where IPv4 has come first the restore tool does IPv6.
+
+        Raises:
+            InitError: libiptc or the kernel refuses; nothing is committed before every table was accepted by libiptc.
+            LockHeld: another process keeps the lock.
+        """
+        wanted: list[Family] = [family for family in ("ipv6", "ipv4") if changes.get(family)]
+        strange = [family for family in wanted if _family not in (None, family)]
+        try:
+            with lock.locked(self.lock_file, self.tools.lock_wait) if len(wanted) > len(strange) else nullcontext():
+                for family in wanted:
+                    if family in strange:
+                        continue
+                    if len(wanted) > 1 and family == "ipv6":
+                        _in_child(lambda: self._change("ipv6", changes["ipv6"]))
+                    else:
+                        self._change(family, changes[family])
+        except TimeoutError:
+            raise held(self.tools.lock_wait, self.lock_file) from None
+        if strange:
+            tool = Restore(detect.choose("legacy-restore", True, self.tools), self.tools, self.comments)
+            tool.change({family: changes[family] for family in strange})
+
+    def _change(self, family: Family, made: Sequence[edits.TableEdit]) -> None:
+        global _family
+        _family = family
+        with ExitStack() as stack:
+            tables = []
+            for edit in made:
+                with _explained(family, edit.table):
+                    table = stack.enter_context(_table(family, edit.table))
+                    self._carry_out(family, table, edit)
+                    tables.append(table)
+            for table in tables:
+                with _explained(family, table.name):
+                    table.commit()
+
+    def _carry_out(self, family: Family, table: Any, edit: edits.TableEdit) -> None:
+        for delete in edit.deletes:
+            chain = iptc.Chain(table, delete.chain)
+            present = chain.rules
+            if len(present) < delete.position or present[delete.position - 1].target.name != _target_name(delete.text):
+                raise ValueError(f"{delete.chain} was changed by somebody else meanwhile")
+            doomed = present[delete.position - 1]
+            table.delete_entry(delete.chain, doomed.rule, doomed.mask)
+        for name in edit.flush:
+            table.flush_entries(name)
+        for name in edit.drop:
+            table.delete_chain(name)
+        for name in edit.new:
+            table.create_chain(name)
+        comments = self.comments
+        for rule in edit.rules:
+            # The entry itself, not Chain.append_rule: that parses each extension's own output again, through fd 1.
+            entry = _rule(family, table, rule, comments).rule
+            if rule.position is None:
+                table.append_entry(rule.chain, entry)
+            else:
+                table.insert_entry(rule.chain, entry, rule.position - 1)
+
+
+@contextmanager
+def _explained(family: Family, table: str) -> Iterator[None]:
+    try:
+        yield
+    except (iptc.IPTCError, iptc.XTablesError, AttributeError, ValueError) as error:
+        said = str(error).replace("b'", "'")
+        step = "Rules of an earlier run are there: use --reconcile or --cleanup-only" if "exist" in said else ""
+        raise InitError(f"libiptc refused the {family} rules of table {table}", said, step) from None
+
+
+@contextmanager
+def _table(family: Family, name: str) -> Iterator[Any]:
+    """A table opened in the present network namespace, closed again without a commit of its own."""
+    kind = iptc.Table if family == "ipv4" else iptc.Table6
+    # To tell a chain from a target the library opens every table that it believes to exist.
+    kind.existing_table_names = {other: other == name for other in kind.ALL}
+    kind._cache.pop(name, None)
+    table = kind(name, autocommit=False)
+    try:
+        yield table
+    finally:
+        kind._cache.pop(name, None)
+        table.close()
+
+
+def _in_child(work: Callable[[], None]) -> None:
+    """Runs ``work`` in a forked child and raises here what it raised there."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except InitError as error:
+            os.write(writer, "\0".join((error.what, error.why, error.next_step)).encode())
+        finally:
+            os._exit(code)
+    os.close(writer)
+    with os.fdopen(reader) as told:
+        text = told.read()
+    _, status = os.waitpid(pid, 0)
+    if text:
+        raise InitError(*text.split("\0"))
+    if status:
+        raise InitError(
+            "libiptc ended the process", f"exit {os.waitstatus_to_exitcode(status)}", "Use --backend legacy-restore"
+        )
+
+
+def _rule(family: Family, table: Any, rule: Rule, comments: bool) -> Any:
+    made = (
+        iptc.Rule(chain=iptc.Chain(table, rule.chain))
+        if family == "ipv4"
+        else iptc.Rule6(chain=iptc.Chain(table, rule.chain))
+    )
+    # The protocol goes first: extensions read it when they parse their options.
+    for match in sorted(rule.matches, key=lambda match: not isinstance(match, Proto)):
+        _add_match(made, match)
+    if comments:
+        made.create_match("comment").comment = rule.comment
+    _set_target(made, rule.target)
+    # The extension's last word: REDIRECT fills in how many ranges it has.
+    made.target._final_check()
+    return made
+
+
+def _add_match(made: Any, match: Match) -> None:
+    if isinstance(match, Proto):
+        made.protocol = match.name
+    elif isinstance(match, Interface):
+        setattr(made, f"{match.direction}_interface", match.name)
+    elif isinstance(match, Address):
+        setattr(made, match.side, _negated(match.negate, match.cidr))
+    elif isinstance(match, Port):
+        letter = match.side[0]
+        if len(match.ports) > 1:
+            made.create_match("multiport").set_parameter(f"{letter}ports", _values(match.negate, ",".join(match.ports)))
+        else:
+            made.create_match(match.proto).set_parameter(f"{letter}port", _values(match.negate, match.ports[0]))
+    elif isinstance(match, Owner):
+        made.create_match("owner").set_parameter(f"{match.kind}-owner", _values(match.negate, match.id))
+    elif isinstance(match, State):
+        made.create_match("conntrack").set_parameter("ctstate", ",".join(match.states))
+    elif isinstance(match, Mark):
+        made.create_match("mark").set_parameter("mark", _values(match.negate, match.value))
+    else:
+        assert isinstance(match, ConnMark)
+        made.create_match("connmark").set_parameter("mark", match.value)
+
+
+def _set_target(made: Any, target: Target) -> None:
+    if isinstance(target, Jump):
+        made.create_target(target.to)
+    elif isinstance(target, Redirect):
+        made.create_target("REDIRECT").set_parameter("to-ports", target.port)
+    elif isinstance(target, SetMark):
+        made.create_target("MARK").set_parameter("set-mark", target.value)
+    elif isinstance(target, SaveMark):
+        made.create_target("CONNMARK").set_parameter("save-mark", "")
+    elif isinstance(target, RestoreMark):
+        made.create_target("CONNMARK").set_parameter("restore-mark", "")
+    elif isinstance(target, Zone):
+        made.create_target("CT").set_parameter("zone", str(target.number))
+    else:
+        made.create_target("TPROXY").set_parameter("tproxy-mark", f"{target.mark}/0xffffffff")
+        made.target.set_parameter("on-port", target.port)
+
+
+def _negated(negate: bool, value: str) -> str:
+    return f"!{value}" if negate else value
+
+
+def _values(negate: bool, value: str) -> str | Sequence[str]:
+    return ["!", value] if negate else value
+
+
+def _target_name(text: str) -> str:
+    return jump(text) or ""

@@ -1,0 +1,295 @@
+"""One run: look, decide, change, prove.
+
+    present rules   differ   flags          action
+    none of ours    -        -              apply
+    ours            no       -              nothing: counters survive
+    ours            no       --force-apply  replace under guard rules
+    ours            yes      -              error with the difference, nothing is touched
+    ours            yes      --reconcile    replace under guard rules
+    any             any      --cleanup-only remove, nothing is created
+
+Native nftables replace in one transaction whenever something differs. The table follows the reference's
+(istio/istio: tools/istio-iptables/pkg/capture/run.go, executeCommands) with two deviations: what it lets fail half-way
+(chains exist) is refused before anything is touched, and --force-apply works.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from . import edits, native, routes, rules, state, xtables
+from .canonical import jump
+from .config import DOCKER_RESOLVER, Config
+from .errors import InitError
+from .log import Log
+from .model import Family, RuleSet
+from .tools import Tools
+
+FAMILIES: tuple[Family, Family] = ("ipv4", "ipv6")
+DOCKER_CHAIN = "DOCKER_OUTPUT"
+SAVERS: dict[xtables.Kind, dict[Family, str]] = {
+    "legacy": {"ipv4": "iptables-legacy", "ipv6": "ip6tables-legacy"},
+    "nft": {"ipv4": "iptables-nft", "ipv6": "ip6tables-nft"},
+}
+
+
+@dataclass(slots=True)
+class Result:
+    """What a run did: ``action`` is applied, unchanged, reconciled, replaced, cleaned or skipped."""
+
+    backend: str
+    action: str = "skipped"
+    drift: list[state.Drift] = field(default_factory=list)
+    validated: bool | None = None
+    docker_resolver: bool = False
+
+    def document(self) -> dict[str, object]:
+        """For ``--json``."""
+        return {
+            "backend": self.backend,
+            "action": self.action,
+            "drift": [
+                {
+                    "family": drift.family,
+                    "table": drift.table,
+                    "chain": drift.chain,
+                    "kind": drift.kind,
+                    "expected": list(drift.expected),
+                    "actual": list(drift.actual),
+                }
+                for drift in self.drift
+            ],
+            "docker_resolver": self.docker_resolver,
+            "validated": self.validated,
+        }
+
+
+def run(config: Config, environ: Mapping[str, str], log: Log) -> Result:
+    """Everything but ``--dry-run``.
+
+    Raises:
+        InitError: with the exit code of the failure.
+    """
+    lock_file = config.network_namespace if config.cni_mode else ""
+    tools = Tools(log, config.lock_wait, lock_file, config.network_namespace, config.cni_mode, environ)
+    result = Result(config.backend)
+    if not config.skip_rule_apply:
+        # Errors of the routes' numbers come before any rule is touched.
+        policy = routes.numbers(config)
+        log.debug(f"policy routing: {policy}")
+        if config.backend == "native-nft":
+            _native(config, tools, result)
+        else:
+            _xtables(config, tools, result)
+        if config.cleanup_only:
+            routes.remove(config, log)
+        else:
+            routes.configure(config, log)
+        log.info(f"{result.backend}: {result.action}")
+    if config.run_validation:
+        from . import proof
+
+        proof.run(config, tools, result.backend)
+        result.validated = True
+    return result
+
+
+# --- iptables -------------------------------------------------------------------------------
+
+Backend = xtables.Restore
+
+
+def _xtables(config: Config, tools: Tools, result: Result) -> None:
+    backend = _backend(config, tools)
+    result.backend = backend.name
+    dumps = {family: backend.dump(family) for family in FAMILIES}
+    config = _with_docker(config, tools, backend.kind, dumps["ipv4"])
+    result.docker_resolver = config.docker_resolver
+    built = rules.build(config)
+    _warn_of_others(tools, backend.kind)
+    if config.cleanup_only:
+        backend.change({family: edits.cleanup(built.family(family), dumps[family]) for family in FAMILIES})
+        result.action = "cleaned"
+        return
+    if not any(dump.any_of_ours() for dump in dumps.values()):
+        _warn_of_foreign(built, dumps, tools.log)
+        backend.change({family: edits.apply(built.family(family)) for family in FAMILIES})
+        result.action = "applied"
+        return
+    result.drift = [
+        drift for family in FAMILIES for drift in state.compare(family, built.family(family), dumps[family])
+    ]
+    if not result.drift and not config.force_apply:
+        result.action = "unchanged"
+        return
+    for drift in result.drift:
+        tools.log.warn(f"rules differ\n{drift.diff()}")
+    if config.reconcile or config.force_apply:
+        _replace(backend, config, built, dumps, result.drift, tools.log)
+        result.action = "reconciled" if result.drift else "replaced"
+        return
+    _apply_beside(backend, built, dumps, result)
+
+
+def _apply_beside(backend: Backend, built: RuleSet, dumps: Mapping[Family, state.Dump], result: Result) -> None:
+    """Without --reconcile: what is there stays, so ours can only be added if no chain is in the way."""
+    taken = [
+        f"{family} {edit.table} {chain}"
+        for family in FAMILIES
+        for edit in edits.apply(built.family(family))
+        for chain in edit.new
+        if chain in dumps[family].tables.get(edit.table, {})
+    ]
+    if taken:
+        count = len(result.drift)
+        raise InitError(
+            f"rules of an earlier run differ from the wanted ones in {count} chain{'s' if count != 1 else ''}",
+            "; ".join(f"{drift.family} {drift.table} {drift.chain} {drift.kind}" for drift in result.drift),
+            "Use --reconcile to mend them, or --cleanup-only first",
+        )
+    backend.change({family: edits.apply(built.family(family)) for family in FAMILIES})
+    result.action = "applied"
+
+
+def _replace(
+    backend: Backend,
+    config: Config,
+    built: RuleSet,
+    dumps: Mapping[Family, state.Dump],
+    drifts: Sequence[state.Drift],
+    log: Log,
+) -> None:
+    touched = [family for family in FAMILIES if any(drift.family == family for drift in drifts)]
+    if not touched or config.force_apply:
+        touched = [family for family in FAMILIES if built.family(family) or dumps[family].any_of_ours()]
+    with _guarded(backend, touched, dumps, log):
+        backend.change({family: edits.replace_all(built.family(family), dumps[family]) for family in touched})
+
+
+@contextmanager
+def _guarded(
+    backend: Backend, families: Sequence[Family], dumps: Mapping[Family, state.Dump], log: Log
+) -> Iterator[None]:
+    """Drops all TCP and UDP while the body runs; a polite signal waits until the guards are gone again."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+    log.info("setting up guard rules")
+    try:
+        try:
+            backend.change({family: [edits.guard(dumps[family])] for family in families})
+            yield
+        finally:
+            log.info("removing guard rules")
+            for family in families:
+                backend.change({family: [edits.unguard(backend.dump(family))]})
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _backend(config: Config, tools: Tools) -> Backend:
+    from . import detect
+
+    binaries = detect.choose(config.backend, config.ipv6, tools)
+    restore = xtables.Restore(binaries, tools, config.comments)
+    if config.backend not in ("auto", "legacy") or restore.kind != "legacy" or config.cni_mode:
+        return restore
+    try:
+        from .libiptc import LibIPTC
+    except ImportError as error:
+        tools.log.info(f"python-iptables is not usable ({error}), using the restore tool")
+        return xtables.Restore(detect.choose("legacy-restore", config.ipv6, tools), tools, config.comments)
+    from . import lock
+
+    return LibIPTC(binaries, tools, config.comments, lock.path(tools.environ))
+
+
+# --- nftables -------------------------------------------------------------------------------
+
+
+def _native(config: Config, tools: Tools, result: Result) -> None:
+    from .nftables import NFTables
+
+    backend = NFTables(tools, config.cni_mode, config.comments)
+    present = backend.present()
+    if config.cleanup_only:
+        if present:
+            backend.cleanup()
+        result.action = "cleaned"
+        return
+    config = _with_docker(config, tools, "nft", None)
+    result.docker_resolver = config.docker_resolver
+    backend = replace(backend, ahead=config.docker_resolver)
+    built = native.build(config)
+    _warn_of_others(tools, None)
+    if present:
+        result.drift = backend.compare(built)
+        if not result.drift and not config.force_apply:
+            result.action = "unchanged"
+            return
+        for drift in result.drift:
+            tools.log.warn(f"rules differ\n{drift.diff()}")
+    backend.apply(built, present)
+    result.action = ("reconciled" if result.drift else "replaced") if present else "applied"
+
+
+# --- what else is in the namespace ----------------------------------------------------------
+
+
+def _with_docker(config: Config, tools: Tools, kind: xtables.Kind, dump: state.Dump | None) -> Config:
+    """``config`` with ``docker_resolver`` set if Docker's resolver is listed and its jump is in OUTPUT already."""
+    if not config.captures_dns or config.capture_all_dns or DOCKER_RESOLVER not in config.dns_servers_v4:
+        return config
+    if (dump is not None and _jumps_to_docker(dump)) or any(
+        _jumps_to_docker(_save(tools, other, "ipv4")) for other in SAVERS if dump is None or other != kind
+    ):
+        tools.log.warn(
+            "deviation from the reference: OUTPUT already jumps to DOCKER_OUTPUT and 127.0.0.11 is a listed server, so "
+            "our OUTPUT rules go in front, and its replies to the agent get conntrack zone 1"
+        )
+        return replace(config, docker_resolver=True)
+    return config
+
+
+def _jumps_to_docker(dump: state.Dump) -> bool:
+    return any(jump(text) == DOCKER_CHAIN for text in dump.chain("nat", "OUTPUT"))
+
+
+def _save(tools: Tools, kind: xtables.Kind, family: Family) -> state.Dump:
+    """Rules of some back end, empty where it cannot be read or has none."""
+    name = SAVERS[kind][family]
+    if not xtables.may_hold_rules(kind, family) or not tools.find(f"{name}-save"):
+        return state.Dump()
+    result = tools.run([f"{name}-save"])
+    return state.parse(result.out) if result.code == 0 else state.Dump()
+
+
+def _warn_of_others(tools: Tools, mine: xtables.Kind | None) -> None:
+    """Rules of ours in another back end act too, whatever this run does."""
+    from .netlink import nft_tables
+
+    if mine is not None:
+        try:
+            found = sorted({name for _, name in nft_tables() if name in native.TABLES})
+        except OSError:
+            found = []
+        if found:
+            tools.log.warn(
+                f"native nftables rules are present too: {', '.join(found)}; --native-nftables --cleanup-only removes them"
+            )
+    for kind in SAVERS:
+        if kind != mine and any(_save(tools, kind, family).any_of_ours() for family in FAMILIES):
+            tools.log.warn(
+                f"{kind} iptables rules of an earlier run are present too; --backend {kind} --cleanup-only removes them"
+            )
+
+
+def _warn_of_foreign(built: RuleSet, dumps: Mapping[Family, state.Dump], log: Log) -> None:
+    for family in FAMILIES:
+        for (table, chain), here in state.placed(built.family(family)).items():
+            if chain.startswith(state.OURS) or all(rule.position for rule in here):
+                continue
+            for text in dumps[family].chain(table, chain):
+                if jump(text) in state.DECIDING:
+                    log.warn(f"a foreign rule decides in front of ours: {family} {table} {chain} {text}")

@@ -1,0 +1,123 @@
+"""The back ends for iptables: the restore tools (legacy and nft), and libiptc through python-iptables.
+
+Both carry out ``init.edits`` and read the state with the save tool. ``iptables-restore`` commits table by table, so
+every document is checked with ``--test`` in all families before the first one is applied; a document of one table is
+atomic by itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from . import edits, state
+from .errors import InitError
+from .model import Family
+from .tools import Tools, failure
+
+Kind = Literal["legacy", "nft"]
+
+Changes = Mapping[Family, Sequence[edits.TableEdit]]
+
+LEGACY_NAMES: dict[Family, str] = {"ipv4": "/proc/net/ip_tables_names", "ipv6": "/proc/net/ip6_tables_names"}
+NFT_FAMILIES: dict[Family, str] = {"ipv4": "ip", "ipv6": "ip6"}
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    """One iptables in its three programs, e.g. ``iptables-nft``, ``iptables-nft-save``, ``iptables-nft-restore``.
+
+    ``locks``: it takes the xtables lock and knows ``--wait`` (legacy since 1.6.2). ``mount_lock``: it locks one fixed
+    file only (before 1.8.6).
+    """
+
+    name: str
+    kind: Kind
+    locks: bool
+    mount_lock: bool = False
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Applies documents with the restore tool."""
+
+    binaries: Mapping[Family, Binary]
+    tools: Tools
+    comments: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        return next(iter(self.binaries.values())).kind
+
+    @property
+    def name(self) -> str:
+        return "nft" if self.kind == "nft" else "legacy-restore"
+
+    def dump(self, family: Family) -> state.Dump:
+        """The present rules of a family; empty if nothing can be there.
+
+        Raises:
+            InitError: the save tool fails.
+        """
+        if family not in self.binaries or not may_hold_rules(self.kind, family):
+            return state.Dump()
+        binary = self.binaries[family]
+        result = self.tools.run([f"{binary.name}-save"])
+        if result.code:
+            raise failure(f"cannot read the rules with {binary.name}-save", result)
+        return state.parse(result.out)
+
+    def change(self, changes: Changes) -> None:
+        """Carries out the edits of each family.
+
+        Raises:
+            InitError: a document is refused; nothing was changed if the check found it.
+            LockHeld: the xtables lock.
+        """
+        documents = {family: edits.document(made, self.comments) for family, made in changes.items() if made}
+        if sum(document.count("COMMIT\n") for document in documents.values()) > 1:
+            for family, document in documents.items():
+                self._restore(family, document, "--test")
+        for family, document in documents.items():
+            self._restore(family, document)
+
+    def _restore(self, family: Family, document: str, *extra: str) -> None:
+        binary = self.binaries.get(family)
+        if binary is None:
+            raise InitError(f"no tool for {family}", "none was found when the back end was chosen")
+        argv = [f"{binary.name}-restore", "--noflush", *extra]
+        result = self.tools.run(argv, document, locks=binary.locks, mount_lock=binary.mount_lock)
+        if result.code:
+            line = _line_of(document, result.err)
+            raise failure(f"{binary.name}-restore refused the {family} rules{f' ({line})' if line else ''}", result)
+
+
+def may_hold_rules(kind: Kind, family: Family) -> bool:
+    """False if the kernel says that this network namespace has no such table at all.
+
+    Looking does not create any. Legacy: /proc/net/ip_tables_names; nft: a netlink dump.
+    """
+    if kind == "legacy":
+        try:
+            with open(LEGACY_NAMES[family]) as names:
+                return bool(names.read().strip())
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+    from .netlink import nft_tables
+
+    try:
+        return any(table_family == NFT_FAMILIES[family] for table_family, _ in nft_tables())
+    except OSError:
+        return True
+
+
+def _line_of(document: str, said: str) -> str:
+    """The line that the tool complained about, if it named one."""
+    found = re.search(r"line:? ?(\d+)", said)
+    lines = document.splitlines()
+    number = int(found.group(1)) if found else 0
+    return lines[number - 1] if 0 < number <= len(lines) else ""
