@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import dns.message
@@ -81,6 +82,16 @@ def namespace() -> Iterator[str]:
     netns.remove(name)
 
 
+@contextmanager
+def inside(namespace: str) -> Iterator[None]:
+    """This thread, and what it starts, in a network namespace."""
+    netns.pushns(namespace)
+    try:
+        yield
+    finally:
+        netns.popns()
+
+
 class Node:
     """Cluster DNS in the namespace; without ``listen`` it takes the address that the manifests give it."""
 
@@ -95,13 +106,13 @@ class Node:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready:
             ready.bind(str(path / "notify"))
             ready.settimeout(DEADLINE)
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", MAIN, json.dumps(params)],
-                env={**os.environ, "NOTIFY_SOCKET": str(path / "notify")},
-                stderr=subprocess.PIPE,
-                text=True,
-                preexec_fn=lambda: netns.setns(namespace),
-            )
+            with inside(namespace):
+                self.process = subprocess.Popen(
+                    [sys.executable, "-c", MAIN, json.dumps(params)],
+                    env={**os.environ, "NOTIFY_SOCKET": str(path / "notify")},
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
             try:
                 self._wait(ready)
             except BaseException:
@@ -127,12 +138,9 @@ class Node:
         self, name: str, rdtype: str = "A", transport: str = "udp", source: str = "10.244.0.7"
     ) -> dns.message.Message:
         query = dns.message.make_query(name, rdtype)
-        netns.pushns(self.namespace)
-        try:
-            send = dns.query.udp if transport == "udp" else dns.query.tcp
+        send = dns.query.udp if transport == "udp" else dns.query.tcp
+        with inside(self.namespace):
             return send(query, "10.96.0.10", DEADLINE, 53, source)
-        finally:
-            netns.popns()
 
     def op(self, op: str) -> dict[str, object]:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
@@ -215,14 +223,9 @@ def test_it_ends_on_sigterm_and_removes_its_socket(node: Node) -> None:
 @pytest.mark.skipif(shutil.which("dig") is None, reason="dig is not installed (package bind9-dnsutils)")
 def test_dig_inside_the_namespace(node: Node) -> None:
     for transport in ("+notcp", "+tcp"):
-        done = subprocess.run(
-            ["dig", "@10.96.0.10", "+short", "+tries=1", transport, "api.vendor.example"],
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
-            check=True,
-            preexec_fn=lambda: netns.setns(node.namespace),
-        )
+        command = ["dig", "@10.96.0.10", "+short", "+tries=1", transport, "api.vendor.example"]
+        with inside(node.namespace):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True)
         assert sorted(done.stdout.split()) == ["203.0.113.5", "203.0.113.6"]
 
 

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from lab.apps import echo
-
 DEADLINE = 10.0
 
 
@@ -80,33 +78,44 @@ def test_ports_from_the_environment(notify_socket: socket.socket) -> None:
         process.wait()
 
 
+FORKING = """
+import json, os, sys
+import lab.apps.preload
+from lab.apps import echo
+pid = os.fork()
+if pid == 0:
+    os._exit(echo.main(json.loads(sys.argv[1])))
+print(pid, flush=True)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
 def test_main_in_a_forked_child(notify_socket: socket.socket, tmp_path: Path) -> None:
+    """In a process of its own: one that has run a gRPC server, as this one may have, cannot be forked."""
     port, log = free_port(), tmp_path / "log"
-    pid = os.fork()
-    if pid == 0:
-        code = 99
-        try:
-            os.environ["NOTIFY_SOCKET"] = str(notify_socket.getsockname())
-            code = echo.main(
-                {
-                    "ports": [{"port": port, "protocol": "http"}],
-                    "name": "catalog.catalog",
-                    "addresses": ["127.0.0.1"],
-                    "log": str(log),
-                }
-            )
-        finally:
-            os._exit(code)
+    params = {
+        "ports": [{"port": port, "protocol": "http"}],
+        "name": "catalog.catalog",
+        "addresses": ["127.0.0.1"],
+        "log": str(log),
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", FORKING, json.dumps(params)],
+        env={**os.environ, "NOTIFY_SOCKET": str(notify_socket.getsockname())},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
     try:
         assert notify_socket.recv(100) == b"READY=1"
         assert get(port)["app"] == "catalog"
-        os.kill(pid, signal.SIGTERM)
-    except BaseException:
-        os.kill(pid, signal.SIGKILL)
-        raise
+        os.kill(child, signal.SIGTERM)
+        assert process.wait(DEADLINE) == 0
     finally:
-        _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+        if process.poll() is None:
+            os.kill(child, signal.SIGKILL)
+        process.communicate()
     assert [json.loads(text)["event"] for text in log.read_text().splitlines()] == ["connection", "request"]
 
 
