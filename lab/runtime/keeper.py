@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lab.fabric import paths
 from lab.runtime import channel, kernel, mounts, spawn
 from lab.runtime.spawn import ProcessSpec
 
@@ -65,6 +66,7 @@ class Keeper:
     def __init__(self, control: socket.socket, notify_dir: str) -> None:
         self._control = control
         self._notify_dir = notify_dir
+        self._mark = {paths.ENV_MARK: os.environ[paths.ENV_MARK]} if paths.ENV_MARK in os.environ else {}
         self._running: dict[int, str] = {}
         self._notify: dict[int, tuple[str, socket.socket]] = {}
         self._poll = select.poll()
@@ -101,8 +103,10 @@ class Keeper:
 
     def _spawn(self, spec: ProcessSpec) -> None:
         try:
+            env = {**spec.env, **self._mark}
             if spec.notify:
-                spec = replace(spec, env={**spec.env, "NOTIFY_SOCKET": self._listen(spec)})
+                env["NOTIFY_SOCKET"] = self._listen(spec)
+            spec = replace(spec, env=env)
             pid = os.fork()
         except OSError as e:
             self._report({"event": "failed", "name": spec.name, "error": f"{e.filename or 'fork'}: {e.strerror}"})

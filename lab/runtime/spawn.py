@@ -23,7 +23,7 @@ _OOM_SCORE = 500  # when memory ends, the kernel shall take a pod's process and 
 class ProcessSpec:
     """Either ``argv`` (a program to exec) or ``entry`` (``module:function``, called with ``args`` in the forked child).
 
-    ``env`` is the whole environment. ``log`` takes stdout and stderr, is appended to and belongs to the process's uid
+    ``env`` is the whole environment but for the lab's mark, which every process gets. ``log`` takes stdout and stderr, is appended to and belongs to the process's uid
     (empty: /dev/null). ``notify``: the process says READY=1 on NOTIFY_SOCKET (sd_notify(3)).
     """
 
