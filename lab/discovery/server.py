@@ -33,6 +33,7 @@ from lab.manifests import model
 log = logging.getLogger("discovery")
 
 ADS_SERVICE = "envoy.service.discovery.v3.AggregatedDiscoveryService"
+PLAINTEXT_PORT = 15010
 DEBOUNCE_AFTER = 0.1
 DEBOUNCE_MAX = 10.0
 """PILOT_DEBOUNCE_AFTER and PILOT_DEBOUNCE_MAX, seconds (istio/istio: pilot/pkg/features)."""
@@ -156,7 +157,7 @@ class DiscoveryServer:
             self._first_event = now
         self._last_event = now
         self._pending = mesh
-        if self._debounce is None or self._debounce.done():
+        if self._debounce is None:
             self._debounce = asyncio.get_running_loop().create_task(self._debounced())
 
     async def _debounced(self) -> None:
@@ -169,6 +170,8 @@ class DiscoveryServer:
                 continue
             mesh, self._pending = self._pending, None
             await self.push(mesh)
+        self._debounce = None
+        await self._notify()
 
     async def push(self, mesh: model.Mesh) -> None:
         """Computes the new context and sends every stream what changed for it."""
@@ -209,22 +212,26 @@ class DiscoveryServer:
     def nack_of(self, connection: Connection) -> bool:
         return any(w.error for w in connection.stream.watches.values())
 
-    async def settled(self, timeout: float, nodes: set[str] | None = None) -> bool:
-        """Waits until nothing is pending and every stream (and every node of ``nodes``) answered its last responses."""
-
-        def done() -> bool:
-            if self._pending is not None or (self._debounce is not None and not self._debounce.done()):
-                return False
-            if nodes and not nodes <= {c.node.id for c in self.connections if c.node}:
-                return False
-            return all(w.settled for c in self.connections for w in c.stream.watches.values())
-
+    async def wait_for(self, predicate: Callable[[], bool], timeout: float) -> bool:
+        """Waits until ``predicate()`` holds; it is asked after every request, push and disconnect. False at the deadline."""
         try:
             async with asyncio.timeout(timeout), self._acked:
-                await self._acked.wait_for(done)
+                await self._acked.wait_for(predicate)
         except TimeoutError:
             return False
         return True
+
+    def is_settled(self, nodes: set[str] | None = None) -> bool:
+        """Nothing is pending, the given nodes are connected, and every response was answered by ACK or NACK."""
+        if self._pending is not None or self._debounce is not None:
+            return False
+        if nodes and not nodes <= {c.node.id for c in self.connections if c.node}:
+            return False
+        return all(w.settled for c in self.connections for w in c.stream.watches.values())
+
+    async def settled(self, timeout: float, nodes: set[str] | None = None) -> bool:
+        """Waits for :meth:`is_settled`."""
+        return await self.wait_for(lambda: self.is_settled(nodes), timeout)
 
     def grpc_handlers(self) -> Any:
         """ADS as a generic handler: responses are serialised already."""
@@ -250,17 +257,20 @@ GRPC_OPTIONS = (
 )
 
 
-async def start(server: DiscoveryServer, listen: str, port: int = 15010) -> tuple[Any, int]:
-    """Starts plaintext gRPC; returns (grpc server, bound port). Raises InputError if the address is taken."""
+async def start(server: DiscoveryServer, address: str) -> Any:
+    """Starts plaintext gRPC on ``IP:PORT`` or ``unix:PATH``. Raises InputError if the address is taken."""
     grpc_server = grpc.aio.server(options=GRPC_OPTIONS)
     grpc_server.add_generic_rpc_handlers((server.grpc_handlers(),))
-    host = f"[{listen}]" if ":" in listen else listen
     try:
-        bound = grpc_server.add_insecure_port(f"{host}:{port}")
+        grpc_server.add_insecure_port(address)
     except RuntimeError as e:
-        raise InputError("cannot listen for xDS", f"{host}:{port}", str(e), "Is another control plane there?") from None
+        raise InputError("cannot listen for xDS", address, str(e), "Is another control plane there?") from None
     await grpc_server.start()
-    return grpc_server, bound
+    return grpc_server
+
+
+def join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 # --- control socket -----------------------------------------------------------------------------------
@@ -317,7 +327,7 @@ def notify_ready() -> None:
 async def serve(load: Callable[[], model.Mesh], listen: str, control: str) -> None:
     """Runs discovery until SIGTERM or SIGINT."""
     server = DiscoveryServer(load())
-    grpc_server, _ = await start(server, listen)
+    grpc_server = await start(server, join(listen, PLAINTEXT_PORT))
     sockets: list[asyncio.Server] = []
     if control:
         sockets.append(await asyncio.start_unix_server(Control(server, load).serve, control))
