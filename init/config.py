@@ -8,7 +8,7 @@ Source: istio/istio: tools/common/config/config.go, types.go, validation.go.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from . import words
 from .errors import InitError
@@ -22,8 +22,7 @@ DNS_PORT = "15053"
 DOCKER_RESOLVER = "127.0.0.11"
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
+class Config(NamedTuple):
     """All settings. Strings are as given; lists stay comma lists.
 
     ``dns_servers_v4``/``_v6`` are IP literals. ``docker_resolver`` says that OUTPUT already jumps to Docker's chain
@@ -88,11 +87,10 @@ class Config:
 
     def lines(self) -> str:
         """``KEY=value`` lines for the log."""
-        return "\n".join(f"{f.name.upper()}={_shown(getattr(self, f.name))}" for f in fields(self))
+        return "\n".join(f"{name.upper()}={_shown(value)}" for name, value in self._asdict().items())
 
 
-@dataclass(frozen=True, slots=True)
-class Ranges:
+class Ranges(NamedTuple):
     """A CIDR list by family. ``wildcard`` is the exact string ``*``; ``loopback``: an item is a loopback address."""
 
     wildcard: bool = False

@@ -6,15 +6,14 @@ The changes of one table are one commit, so that a packet sees the table before 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from . import restore, state
 from .canonical import canonical
 from .model import BUILT_IN_CHAINS, Jump, Proto, Rule
 
 
-@dataclass(frozen=True, slots=True)
-class Delete:
+class Delete(NamedTuple):
     """Delete the rule at ``position`` (from 1) of ``chain``, whose text is ``text``."""
 
     chain: str
@@ -22,8 +21,7 @@ class Delete:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class TableEdit:
+class TableEdit(NamedTuple):
     """Changes of one table, carried out in the order of the fields."""
 
     table: str
@@ -77,7 +75,7 @@ def replace_all(rules: Sequence[Rule], dump: state.Dump) -> list[TableEdit]:
     for table in sorted(tables):
         old = _remove(table, rules, dump)
         here = _in_front(table, [rule for rule in rules if rule.table == table], dump)
-        edit = replace(old, new=tuple(restore.new_chains(here, table)), rules=tuple(here))
+        edit = old._replace(new=tuple(restore.new_chains(here, table)), rules=tuple(here))
         if edit:
             made.append(edit)
     return made
@@ -142,7 +140,7 @@ def _in_front(table: str, rules: list[Rule], dump: state.Dump) -> list[Rule]:
     for (_, chain), placed in plan.items():
         texts = [restore.body(rule) for rule in placed]
         if chain in BUILT_IN_CHAINS and state.deciding_ahead(texts, dump.chain(table, chain)):
-            moved[chain] = [replace(rule, position=number) for number, rule in enumerate(placed, 1)]
+            moved[chain] = [rule._replace(position=number) for number, rule in enumerate(placed, 1)]
     stay = [rule for rule in rules if rule.chain not in moved]
     return [*stay, *(rule for placed in moved.values() for rule in placed)]
 

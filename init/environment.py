@@ -6,9 +6,7 @@ Source: istio/istio: tools/common/config/config.go (FillConfigFromEnvironment), 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from ipaddress import IPv4Address, IPv6Address
-from pathlib import Path
 
 from . import words
 from .config import Config
@@ -32,23 +30,23 @@ def fill(config: Config, parsed: Parsed, environ: Mapping[str, str]) -> Config:
         UsageError: ``--dns-servers`` holds something that is no IP address.
     """
     uid = config.proxy_uid or user_id(environ.get("ENVOY_USER", "istio-proxy")) or DEFAULT_UID
-    config = replace(config, proxy_uid=uid, proxy_gid=config.proxy_gid or uid)
+    config = config._replace(proxy_uid=uid, proxy_gid=config.proxy_gid or uid)
     switch = parsed.text("ipv6")
     if switch == "auto":
         host, ipv6 = local_address(local_addresses(), config.dual_stack)
-        config = replace(config, host_ip=words.show(host), ipv6=ipv6)
+        config = config._replace(host_ip=words.show(host), ipv6=ipv6)
     else:
-        config = replace(config, ipv6=switch == "on", host_ip=_host() if switch == "on" else "127.0.0.1")
+        config = config._replace(ipv6=switch == "on", host_ip=_host() if switch == "on" else "127.0.0.1")
     if config.redirect_dns and not config.capture_all_dns:
         v4, v6 = _servers(parsed)
-        config = replace(config, dns_servers_v4=v4, dns_servers_v6=v6)
+        config = config._replace(dns_servers_v4=v4, dns_servers_v6=v6)
     return config
 
 
 def user_id(name: str, passwd: str = "/etc/passwd") -> str:
     """The numeric UID of a user of the local user database, or empty. No name service is asked."""
     try:
-        lines = Path(passwd).read_text(errors="replace").splitlines()
+        lines = _text(passwd).splitlines()
     except OSError:
         return ""
     for line in lines:
@@ -117,9 +115,14 @@ def _servers(parsed: Parsed) -> tuple[tuple[str, ...], tuple[str, ...]]:
             (v4 if isinstance(address, IPv4Address) else v6).append(item.strip())
         return tuple(v4), tuple(v6)
     try:
-        return nameservers(Path(RESOLV_CONF).read_text(errors="replace"))
+        return nameservers(_text(RESOLV_CONF))
     except OSError as error:
         raise InitError(f"failed to load {RESOLV_CONF}", error.strerror or str(error)) from None
+
+
+def _text(path: str) -> str:
+    with open(path, errors="replace") as file:
+        return file.read()
 
 
 def _host() -> str:

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .errors import UsageError
 
@@ -29,8 +28,7 @@ _DURATION_PART = re.compile(r"([0-9]*\.?[0-9]*)(ns|us|µs|μs|ms|s|m|h)")
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-@dataclass(frozen=True, slots=True)
-class Flag:
+class Flag(NamedTuple):
     """One flag. ``twin`` says whether the upper-cased name is read from the environment."""
 
     name: str
@@ -144,15 +142,15 @@ BY_NAME: Mapping[str, Flag] = {flag.name: flag for flag in FLAGS}
 BY_SHORT: Mapping[str, Flag] = {flag.short: flag for flag in FLAGS if flag.short}
 
 
-@dataclass(slots=True)
 class Parsed:
     """Values by flag name, which of them the user gave (``given``), and what the environment got wrong."""
 
-    values: dict[str, Value] = field(default_factory=dict)
-    given: set[str] = field(default_factory=set)
-    misread: list[str] = field(default_factory=list)
-    words: list[str] = field(default_factory=list)
-    help: bool = False
+    def __init__(self) -> None:
+        self.values: dict[str, Value] = {flag.name: flag.default for flag in FLAGS}
+        self.given: set[str] = set()
+        self.misread: list[str] = []
+        self.words: list[str] = []
+        self.help = False
 
     def text(self, name: str) -> str:
         return str(self.values[name])
@@ -182,7 +180,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Parsed:
     Raises:
         UsageError: unknown flag, missing or bad value (exit 255).
     """
-    parsed = Parsed({flag.name: flag.default for flag in FLAGS})
+    parsed = Parsed()
     for flag in FLAGS:
         for variable in (flag.env, flag.extra_env):
             if variable and variable in environ:
@@ -239,6 +237,8 @@ def parse_duration(text: str) -> float:
 
 def parse_uint16(text: str) -> int:
     """Go's strconv.ParseUint(s, 0, 16): decimal, 0x, 0o, 0b or a leading 0 for octal. Raises ValueError."""
+    import re
+
     if not re.fullmatch(r"0[xX][0-9a-fA-F]+|0[oO]?[0-7]+|0[bB][01]+|0|[1-9][0-9]*", text):
         raise ValueError(f"{text!r} is not a number from 0 to 65535")
     digits = "0o" + text[1:] if re.fullmatch(r"0[0-7]+", text) else text

@@ -7,13 +7,15 @@ of opening all of them to look for chain names is bounded.
 
 from __future__ import annotations
 
+import ctypes
+import ctypes.util
+import glob
 import os
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
-
-import iptc
 
 from . import detect, edits, lock
 from .canonical import jump
@@ -38,18 +40,52 @@ from .model import (
     Target,
     Zone,
 )
-from .tools import held
-from .xtables import Changes, Restore
+from .tools import Tools, held
+from .xtables import Binary, Changes, Restore
+
+
+def _load() -> Any:
+    """Imports python-iptables without its detours.
+
+    Its search for libraries runs ldconfig, gcc and ld for each of a dozen names (0.2 s, and none of them belongs on a
+    machine that runs pods), and its first choice for one path drags in setuptools (0.15 s). During the import a
+    library is looked up in the directories where libraries are, and distutils is not to be had.
+    """
+    arch = str(sysconfig.get_config_var("MULTIARCH") or "")
+    places = [f"{root}/{arch}" for root in ("/lib", "/usr/lib", "/usr/local/lib") if arch]
+    places += ["/lib64", "/usr/lib64", "/usr/local/lib", "/lib", "/usr/lib"]
+
+    def find(name: str) -> str | None:
+        found = (path for place in places for path in sorted(glob.glob(f"{place}/lib{glob.escape(name)}.so.*")))
+        path = next(found, None)
+        return os.path.basename(path) if path else None
+
+    slow, hidden = ctypes.util.find_library, sys.modules.get("distutils", ...)
+    ctypes.util.find_library = find
+    sys.modules["distutils"] = None  # type: ignore[assignment]
+    try:
+        import iptc
+    finally:
+        ctypes.util.find_library = slow
+        if hidden is ...:
+            del sys.modules["distutils"]
+        else:
+            sys.modules["distutils"] = hidden
+    return iptc
+
+
+iptc = _load()
 
 _family: Family | None = None
 """The family for which this process has loaded extensions, see ``LibIPTC.change``."""
 
 
-@dataclass(frozen=True)
 class LibIPTC(Restore):
     """Applies edits through libiptc; reads the state with the save tool, which comes with the extensions it needs."""
 
-    lock_file: str = lock.DEFAULT
+    def __init__(self, binaries: Mapping[Family, Binary], tools: Tools, comments: bool, lock_file: str) -> None:
+        super().__init__(binaries, tools, comments)
+        self.lock_file = lock_file
 
     @property
     def name(self) -> str:
@@ -202,7 +238,7 @@ def _add_match(made: Any, match: Match) -> None:
         else:
             made.create_match(match.proto).set_parameter(f"{letter}port", _values(match.negate, match.ports[0]))
     elif isinstance(match, Owner):
-        made.create_match("owner").set_parameter(f"{match.kind}-owner", _values(match.negate, match.id))
+        made.create_match("owner").set_parameter(f"{match.kind}-owner", _values(match.negate, match.name))
     elif isinstance(match, State):
         made.create_match("conntrack").set_parameter("ctstate", ",".join(match.states))
     elif isinstance(match, Mark):

@@ -7,24 +7,21 @@ the target ``stdout`` is honoured only when neither is used.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 LEVELS = {"none": 0, "fatal": 1, "error": 2, "warn": 3, "info": 4, "debug": 5}
 
 
-@dataclass(slots=True)
 class Log:
     """Where lines go and how they look. ``warnings`` keeps what was warned of, for ``--json``."""
 
-    level: int = LEVELS["info"]
-    as_json: bool = False
-    targets: tuple[str, ...] = ("stderr",)
-    warnings: list[str] = field(default_factory=list)
+    def __init__(
+        self, level: int = LEVELS["info"], as_json: bool = False, targets: tuple[str, ...] = ("stderr",)
+    ) -> None:
+        self.level, self.as_json, self.targets = level, as_json, targets
+        self.warnings: list[str] = []
 
     def error(self, message: str) -> None:
         self._write("error", message)
@@ -48,6 +45,9 @@ class Log:
         if LEVELS[level] > self.level:
             return
         if self.as_json:
+            import json
+            import time
+
             stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             text = json.dumps({"time": stamp, "level": level, "scope": "init", "msg": message}) + "\n"
         else:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
 
 from .config import DNS_PORT, DOCKER_RESOLVER, OUTBOUND_MARK, Config
 from .errors import InitError
@@ -113,7 +112,7 @@ def placed(rules: Sequence[Rule]) -> list[Rule]:
     for rule in rules:
         so_far = count.get((rule.table, rule.chain), 0)
         if rule.position is not None and rule.position >= so_far:
-            rule = replace(rule, position=None)
+            rule = rule._replace(position=None)
         made.append(rule)
         count[rule.table, rule.chain] = so_far + 1
     return made
@@ -170,7 +169,7 @@ def _match(match: Match, table: str) -> str:
     if isinstance(match, Owner):
         # The reference writes the key with "meta" in the raw table only.
         meta = "meta " if table == RAW else ""
-        return f"{meta}sk{match.kind} {'!= ' if match.negate else ''}{_value(match.id)}"
+        return f"{meta}sk{match.kind} {'!= ' if match.negate else ''}{_value(match.name)}"
     if isinstance(match, State):
         return f"ct state {','.join(state.lower() for state in match.states)}"
     if isinstance(match, Mark):
@@ -204,11 +203,10 @@ def _value(text: str) -> str:
     return text
 
 
-@dataclass(slots=True)
 class _Builder:
-    config: Config
-    lists: Lists
-    rules: list[Rule] = field(default_factory=list)
+    def __init__(self, config: Config, lists: Lists) -> None:
+        self.config, self.lists = config, lists
+        self.rules: list[Rule] = []
 
     def emit(self, table: str, chain: str, *matches: Match, to: Target, why: str, at: int | None = None) -> None:
         self.rules.append(Rule(table, chain, matches, to, why, at))
@@ -219,7 +217,7 @@ class _Builder:
         """An ``ip`` rule and, right behind it, its ``ip6`` twin if IPv6 is on."""
         for family in FAMILIES if self.config.ipv6 else FAMILIES[:1]:
             made = tuple(match(family) if callable(match) else match for match in matches)
-            target = replace(to, family=family) if isinstance(to, Transparent) else to
+            target = to._replace(family=family) if isinstance(to, Transparent) else to
             self.emit(table, chain, *made, to=target, why=why, at=at)
 
     def cidrs(self, v4: Sequence[str], v6: Sequence[str]) -> list[str]:
@@ -305,7 +303,7 @@ class _Builder:
 
     def proxy(self, own: Owner) -> None:
         dns = self.config.captures_dns
-        other = replace(own, negate=True)
+        other = own._replace(negate=True)
         tunnel = self.lists.tunnel_port
         ports = ("53", tunnel) if dns and own.kind == "uid" else (tunnel,)
         away = Port("tcp", "dst", ports, negate=True)

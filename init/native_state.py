@@ -197,7 +197,7 @@ def _match(match: Match) -> tuple[str, ...]:
         ports = sorted(port_of(port.replace("-", ":")).replace(":", "-") for port in match.ports)
         return (f"{match.proto} {match.side[0]}port", _op(match.negate), ",".join(ports))
     if isinstance(match, Owner):
-        return (f"meta sk{match.kind}", _op(match.negate), owner_of(f"--{match.kind}-owner", match.id))
+        return (f"meta sk{match.kind}", _op(match.negate), owner_of(f"--{match.kind}-owner", match.name))
     if isinstance(match, State):
         return ("ct state", "==", ",".join(sorted(state.lower() for state in match.states)))
     if isinstance(match, Mark):

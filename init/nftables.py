@@ -9,7 +9,7 @@ Source: istio/istio: tools/istio-nftables/pkg/capture/run.go.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from . import native, native_state
 from .errors import InitError
@@ -19,8 +19,7 @@ from .state import Drift
 from .tools import Output, Tools, failure
 
 
-@dataclass(frozen=True, slots=True)
-class NFTables:
+class NFTables(NamedTuple):
     """Applies the rules of ``init.native``. ``ahead``: see ``native.script``."""
 
     tools: Tools

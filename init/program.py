@@ -18,7 +18,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 
 from . import edits, native, routes, rules, state, xtables
 from .canonical import jump
@@ -36,15 +35,15 @@ SAVERS: dict[xtables.Kind, dict[Family, str]] = {
 }
 
 
-@dataclass(slots=True)
 class Result:
     """What a run did: ``action`` is applied, unchanged, reconciled, replaced, cleaned or skipped."""
 
-    backend: str
-    action: str = "skipped"
-    drift: list[state.Drift] = field(default_factory=list)
-    validated: bool | None = None
-    docker_resolver: bool = False
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.action = "skipped"
+        self.drift: list[state.Drift] = []
+        self.validated: bool | None = None
+        self.docker_resolver = False
 
     def document(self) -> dict[str, object]:
         """For ``--json``."""
@@ -220,7 +219,7 @@ def _native(config: Config, tools: Tools, result: Result) -> None:
         return
     config = _with_docker(config, tools, "nft", None)
     result.docker_resolver = config.docker_resolver
-    backend = replace(backend, ahead=config.docker_resolver)
+    backend = backend._replace(ahead=config.docker_resolver)
     built = native.build(config)
     _warn_of_others(tools, None)
     if present:
@@ -248,7 +247,7 @@ def _with_docker(config: Config, tools: Tools, kind: xtables.Kind, dump: state.D
             "deviation from the reference: OUTPUT already jumps to DOCKER_OUTPUT and 127.0.0.11 is a listed server, so "
             "our OUTPUT rules go in front, and its replies to the agent get conntrack zone 1"
         )
-        return replace(config, docker_resolver=True)
+        return config._replace(docker_resolver=True)
     return config
 
 

@@ -96,7 +96,7 @@ def match_words(match: Match) -> list[str]:
             return ["-m", "multiport", *_negated(match.negate, f"--{letter}ports", ",".join(match.ports))]
         return _negated(match.negate, f"--{letter}port", match.ports[0])
     if isinstance(match, Owner):
-        return ["-m", "owner", *_negated(match.negate, f"--{match.kind}-owner", match.id)]
+        return ["-m", "owner", *_negated(match.negate, f"--{match.kind}-owner", match.name)]
     if isinstance(match, State):
         return ["-m", "conntrack", "--ctstate", ",".join(match.states)]
     if isinstance(match, Mark):

@@ -15,7 +15,7 @@ the query would be gone before we see it), and replies of 127.0.0.11 to the agen
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from . import words
 from .config import DNS_PORT, DOCKER_RESOLVER, OUTBOUND_MARK, Config, Ranges, ranges
@@ -58,8 +58,7 @@ EXCLUDED_RANGES = "OUTBOUND_IP_RANGES_EXCLUDE"
 PerFamily = Callable[[Family], Match]
 
 
-@dataclass(frozen=True, slots=True)
-class Lists:
+class Lists(NamedTuple):
     """The comma lists of a Config, split and checked. Shared by the iptables and the nftables rules."""
 
     proxy_port: str
@@ -128,12 +127,11 @@ def build(config: Config) -> RuleSet:
     return RuleSet(tuple(builder.rules["ipv4"]), tuple(builder.rules["ipv6"]))
 
 
-@dataclass(slots=True)
 class _Builder:
-    config: Config
-    lists: Lists
-    rules: dict[Family, list[Rule]] = field(default_factory=lambda: {"ipv4": [], "ipv6": []})
-    in_front: dict[str, int] = field(default_factory=dict)
+    def __init__(self, config: Config, lists: Lists) -> None:
+        self.config, self.lists = config, lists
+        self.rules: dict[Family, list[Rule]] = {"ipv4": [], "ipv6": []}
+        self.in_front = 0
 
     @property
     def families(self) -> tuple[Family, ...]:
@@ -155,7 +153,7 @@ class _Builder:
                 continue
             position = at
             if table == "nat" and chain == "OUTPUT" and family == "ipv4" and self.config.docker_resolver:
-                position = self.in_front[chain] = self.in_front.get(chain, 0) + 1
+                position = self.in_front = self.in_front + 1
             made = tuple(match(family) if callable(match) else match for match in matches)
             self.rules[family].append(Rule(table, chain, made, to, why, position))
 

@@ -10,8 +10,7 @@ Source: istio/istio: tools/istio-iptables/pkg/capture/helper.go, .../builder (Ge
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from . import restore
 from .canonical import Canonical, canonical, jump
@@ -42,11 +41,11 @@ DECIDING = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
 class Dump:
     """A parsed iptables-save: table -> chain -> rule texts (without ``-A CHAIN``), all in order."""
 
-    tables: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.tables: dict[str, dict[str, list[str]]] = {}
 
     def chain(self, table: str, chain: str) -> list[str]:
         return self.tables.get(table, {}).get(chain, [])
@@ -62,8 +61,7 @@ class Dump:
         return any(self.ours(table) for table in self.tables)
 
 
-@dataclass(frozen=True, slots=True)
-class Drift:
+class Drift(NamedTuple):
     """One chain that is not as it should be. ``expected`` and ``actual`` are rule texts in order."""
 
     family: str

@@ -7,15 +7,14 @@ program before it touches anything.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from . import words
 from .config import Config
 from .flags import Parsed
 
 
-@dataclass(frozen=True, slots=True)
-class Surprise:
+class Surprise(NamedTuple):
     """``severe`` ones are errors with ``--strict``; the others are worth a line only."""
 
     text: str

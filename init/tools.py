@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
 
 from . import lock
 from .errors import InitError, LockHeld
@@ -27,8 +28,7 @@ _PROBLEMS = {
 """Exit status of iptables (iptables: include/xtables.h, enum xtables_exittype)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """What a command left: exit code (minus the signal, if one ended it), stdout, stderr."""
 
     code: int
@@ -36,8 +36,7 @@ class Output:
     err: str
 
 
-@dataclass(frozen=True, slots=True)
-class Tools:
+class Tools(NamedTuple):
     """Runs commands for one program run.
 
     Args:
@@ -52,7 +51,7 @@ class Tools:
     lock_file: str = ""
     network_namespace: str = ""
     sandbox: bool = False
-    environ: Mapping[str, str] = field(default_factory=dict)
+    environ: Mapping[str, str] = MappingProxyType({})
 
     def find(self, name: str) -> str:
         """The path of a program, empty if there is none."""

@@ -7,15 +7,14 @@ kept out of the word but are no error: the reference's tools skip them too.
 
 from __future__ import annotations
 
-import re
 from ipaddress import AddressValueError, IPv4Address, IPv6Address
 
 from .errors import InitError
 
-# No quote, backslash, blank, control character, nor what nft reads as syntax; the first character is no option dash,
-# negation, comment or set sign.
-_WORD = re.compile(r"[A-Za-z0-9_.:/*+%=~\u0080-\U0010ffff][A-Za-z0-9_.:/*+%=~@-\U0010ffff-]*")
-_FORBIDDEN = re.compile(r"[\s\"'\\`;{}()\[\]<>|&$#,!^\x00-\x1f\x7f-\x9f]")
+_FORBIDDEN = frozenset("\"'\\`;{}()[]<>|&$#,!^")
+"""What iptables-restore or nft would read as syntax."""
+_FIRST = frozenset("-@")
+"""What would make a word an option or a set."""
 
 
 def split(text: str) -> list[str]:
@@ -32,7 +31,8 @@ def word(text: str, source: str) -> str:
     stripped = text.strip(" ")
     if not stripped:
         raise InitError(f"{source} is empty", "a rule needs a value there")
-    if not _WORD.fullmatch(stripped) or _FORBIDDEN.search(stripped):
+    odd = any(char in _FORBIDDEN or char.isspace() or not char.isprintable() for char in stripped)
+    if odd or stripped[0] in _FIRST:
         raise InitError(f"{source} holds {text!r}", "it would not be read as one argument of a rule")
     return stripped
 
@@ -62,10 +62,10 @@ def prefix(text: str) -> tuple[str, bool, bool]:
     address, slash, length = text.rpartition("/")
     if not slash:
         raise InitError(f"invalid CIDR {text!r}", "it has no prefix length", "Write address/length, or * alone for all")
-    if not re.fullmatch(r"0|[1-9][0-9]{0,2}", length) or "%" in address:
-        raise InitError(
-            f"invalid CIDR {text!r}", f"bad prefix length {length!r}" if "%" not in address else "it has a zone"
-        )
+    if "%" in address:
+        raise InitError(f"invalid CIDR {text!r}", "a zone has no place in a prefix")
+    if not (length.isascii() and length.isdigit()) or len(length) > 3 or (length[0] == "0" and length != "0"):
+        raise InitError(f"invalid CIDR {text!r}", f"bad prefix length {length!r}")
     parsed = _address(address)
     if parsed is None:
         raise InitError(f"invalid CIDR {text!r}", f"{address!r} is not an IP address")

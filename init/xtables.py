@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from . import edits, state
 from .errors import InitError
@@ -25,8 +24,7 @@ LEGACY_NAMES: dict[Family, str] = {"ipv4": "/proc/net/ip_tables_names", "ipv6": 
 NFT_FAMILIES: dict[Family, str] = {"ipv4": "ip", "ipv6": "ip6"}
 
 
-@dataclass(frozen=True, slots=True)
-class Binary:
+class Binary(NamedTuple):
     """One iptables in its three programs, e.g. ``iptables-nft``, ``iptables-nft-save``, ``iptables-nft-restore``.
 
     ``locks``: it takes the xtables lock and knows ``--wait`` (legacy since 1.6.2). ``mount_lock``: it locks one fixed
@@ -39,13 +37,11 @@ class Binary:
     mount_lock: bool = False
 
 
-@dataclass(frozen=True)
 class Restore:
     """Applies documents with the restore tool."""
 
-    binaries: Mapping[Family, Binary]
-    tools: Tools
-    comments: bool = False
+    def __init__(self, binaries: Mapping[Family, Binary], tools: Tools, comments: bool = False) -> None:
+        self.binaries, self.tools, self.comments = binaries, tools, comments
 
     @property
     def kind(self) -> Kind:
