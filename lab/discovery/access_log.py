@@ -145,9 +145,7 @@ def logs(proxy: Proxy, kind: Kind, route_config: str | None = None, *, mesh_log:
         key = ("evidence_log", path, kind, route_config)  # type: ignore[assignment]
         memo = proxy.push.memo
         if key not in memo:
-            fields = {"kind": kind, **EVIDENCE_FORMAT}
-            if route_config is not None:
-                fields["route_config"] = route_config
+            fields = {"kind": kind, **EVIDENCE_FORMAT, "route_config": route_config}
             format = substitution_format_string_pb2.SubstitutionFormatString(json_format=struct(fields))
             memo[key] = _file_log(path, format, kind == "listener")
         out.append(memo[key])

@@ -129,8 +129,8 @@ class _UnixConnection(http.client.HTTPConnection):
 class RunningEnvoy:
     """One Envoy with the discovery server that feeds it."""
 
-    def __init__(self, server: DiscoveryServer, node: Node, admin: Path, log: Path) -> None:
-        self.server, self.node, self._admin, self.log = server, node, admin, log
+    def __init__(self, server: DiscoveryServer, node: Node, admin: Path, log: Path, pid: int) -> None:
+        self.server, self.node, self._admin, self.log, self.pid = server, node, admin, log, pid
 
     def status(self) -> dict[str, Any]:
         return self.server.status()["proxies"][self.node.id]
@@ -179,11 +179,11 @@ def run_envoy(tmp_path: Path) -> Callable[..., contextlib.AbstractAsyncContextMa
         with log.open("wb") as out:
             process = await asyncio.create_subprocess_exec(
                 "unshare", "--net", "--", "sh", "-c", 'ip link set lo up; exec "$@"', "sh",
-                str(ENVOY), "-c", str(config), "--concurrency", "1", "-l", "warning", "--use-dynamic-base-id",
+                str(ENVOY), "-c", str(config), "--concurrency", "1", "-l", "warning", "--file-flush-min-size-kb", "0", "--use-dynamic-base-id",
                 stdout=out, stderr=out,
             )  # fmt: skip
         try:
-            yield RunningEnvoy(server, node, admin, log)
+            yield RunningEnvoy(server, node, admin, log, process.pid)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()

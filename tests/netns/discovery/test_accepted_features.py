@@ -255,7 +255,9 @@ def test_feature_is_accepted(case: str, run_envoy: Callable[..., Any], tmp_path:
 
     async def scenario() -> None:
         async with run_envoy(mesh, node) as envoy:
-            wanted = {"CDS", "LDS"} | ({"RDS"} if expected.routes else set()) | ({"EDS"} if expected.endpoints else set())
+            wanted = (
+                {"CDS", "LDS"} | ({"RDS"} if expected.routes else set()) | ({"EDS"} if expected.endpoints else set())
+            )
             status = await envoy.acked(*wanted)
             assert status["nack"] is None, json.dumps(status["nack"])
             assert status["types"]["CDS"]["resources"] == len(expected.clusters)
