@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import socket
 import subprocess
 import sys
@@ -15,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from lab.errors import ObservationError
+from lab.fabric.paths import ENV_MARK
 from lab.probe.orders import Order, Sent
 from lab.probe.wire import Seen
 from lab.runtime import channel
+from lab.runtime.client import clean_environ
 from lab.trace.flows import Flow
 
 _START = 30.0  # seconds; scapy alone takes one
@@ -97,42 +98,54 @@ class _Line:
                     future.set_result(message)
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """Driver and judge as processes; a `Crew` speaks with them."""
+
+    process: subprocess.Popen[bytes]
+    driver: socket.socket
+    judge: socket.socket
+
+    def kill(self) -> None:
+        """Ends them without having spoken with them."""
+        self.driver.close()
+        self.judge.close()
+        self.process.kill()
+        self.process.wait()
+
+
+def launch(mark: str = "") -> Launched:
+    """Starts driver and judge; returns at once, so that their imports (a second) run beside other work. Needs no loop.
+
+    Args:
+        mark: the lab's id: its processes carry it (``lab.fabric.paths.ENV_MARK``).
+    """
+    ours, theirs = channel.pair()
+    environ = clean_environ() | ({ENV_MARK: mark} if mark else {})
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "lab.probe.driver", str(theirs.fileno())],
+            env=environ,
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+        )
+    judge_ours, judge_theirs = channel.pair()
+    with judge_theirs:
+        channel.send(ours, {"op": "judge"}, (judge_theirs.fileno(),))
+    return Launched(process, ours, judge_ours)
+
+
 class Crew:
-    """A driver and a judge. `start` launches them, `ready` waits for them, `close` ends them."""
+    """Speaks with a driver and a judge, from one event loop. `close` ends them."""
 
-    def __init__(self, process: subprocess.Popen[bytes], driver: socket.socket, judge: socket.socket) -> None:
-        self._process = process
-        self._driver = _Line(driver, "driver")
-        self._judge = _Line(judge, "judge")
+    def __init__(self, launched: Launched) -> None:
+        self._process = launched.process
+        self._driver = _Line(launched.driver, "driver")
+        self._judge = _Line(launched.judge, "judge")
         self._watched: set[str] = set()
-
-    @classmethod
-    def start(cls, mark: str = "") -> Crew:
-        """Launches both; returns at once, so that their imports run beside other work.
-
-        Args:
-            mark: the lab's id: its processes carry it (``lab.fabric.paths.ENV_MARK``).
-        """
-        from lab.fabric.paths import ENV_MARK
-
-        ours, theirs = channel.pair()
-        environ = {k: v for k, v in os.environ.items() if k != "NOTIFY_SOCKET"}
-        if mark:
-            environ[ENV_MARK] = mark
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "lab.probe.driver", str(theirs.fileno())],
-                env=environ,
-                cwd="/",
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
-        judge_ours, judge_theirs = channel.pair()
-        with judge_theirs:
-            channel.send(ours, {"op": "judge"}, (judge_theirs.fileno(),))
-        return cls(process, ours, judge_ours)
 
     async def ready(self) -> None:
         """Until the driver takes orders.

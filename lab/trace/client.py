@@ -19,7 +19,7 @@ _STATUS_BITS = {"seen-reply": 1 << 1, "assured": 1 << 2, "src-nat": 1 << 4, "dst
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Sighting:
     """What one place saw of a flow. ``complete``: nothing more is to come (the fence was seen, or the flow itself).
 
     ``missing`` names kinds of evidence that this kernel cannot give; ``lost`` counts overruns of the event queue so far.
@@ -88,7 +88,7 @@ class Client:
         *,
         wait: float = 0.0,
         fence: Flow | None = None,
-    ) -> Seen:
+    ) -> Sighting:
         """What ``place`` saw of a flow; waits up to ``wait`` seconds for it, or for ``fence``, which came later."""
         answer = await self.ask(
             op="flow",
@@ -101,7 +101,7 @@ class Client:
             wait=wait,
             fence=flow_to_json(fence) if fence else None,
         )
-        return Seen(
+        return Sighting(
             packets=[packet_from_json(p) for p in answer["packets"]],
             conntrack=[entry_from_json(e) for e in answer["conntrack"]],
             complete=answer["complete"],

@@ -15,6 +15,7 @@ from pathlib import Path
 from lab.errors import ObservationError
 from lab.trace.index import Packet, Step
 from lab.trace.places import inside
+from lab.verdict import Rule
 
 TERMINAL = frozenset(
     {
@@ -44,28 +45,6 @@ _NFT_CHAIN = re.compile(r"chain (?P<chain>\S+) \{")
 _NFT_BASE = re.compile(r"type (?P<type>\S+) hook (?P<hook>\S+) .*?priority [^;]+;(?: policy (?P<policy>\w+);)?")
 
 _FAMILY = {"ip": "ipv4", "ip6": "ipv6"}
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """A verdict's ``rule``. ``position`` counts from 1 and is None for a policy."""
-
-    family: str
-    backend: str | None
-    table: str
-    chain: str
-    position: int | None
-    text: str
-
-    def to_dict(self) -> dict[str, object]:
-        return {
-            "family": self.family,
-            "backend": self.backend,
-            "table": self.table,
-            "chain": self.chain,
-            "position": self.position,
-            "text": self.text,
-        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import pytest
 from conftest import Yard
 
 from lab.errors import ObservationError
-from lab.probe.crew import Crew, Where
+from lab.probe.crew import Crew, Where, launch
 from lab.probe.orders import Order, Sent
 
 pytestmark = pytest.mark.root
@@ -23,7 +23,7 @@ B = "10.6.1.2"
 
 def with_crew(work: Callable[[Crew], Awaitable[T]]) -> T:
     async def run() -> T:
-        crew = Crew.start()
+        crew = Crew(launch())
         try:
             await crew.ready()
             return await work(crew)

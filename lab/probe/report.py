@@ -1,0 +1,150 @@
+"""Verdicts for people and for machines: a table, JSON, JUnit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+
+from lab.verdict import Verdict
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def summary(verdicts: Sequence[Verdict]) -> dict[str, int]:
+    """How many passed, failed, were skipped."""
+    return {
+        "passed": sum(v.passed is True for v in verdicts),
+        "failed": sum(v.passed is False for v in verdicts),
+        "skipped": sum(v.passed is None for v in verdicts),
+    }
+
+
+def exit_code(verdicts: Sequence[Verdict]) -> int:
+    """0 all hold; 1 one failed; 3 one could not be observed (1 wins)."""
+    counts = summary(verdicts)
+    return 1 if counts["failed"] else 3 if counts["skipped"] else 0
+
+
+def to_json(lab: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """The document of ``lab verify --json``."""
+    return {"lab": lab, "verdicts": [v.to_dict() for v in verdicts], "summary": summary(verdicts)}
+
+
+def table(verdicts: Sequence[Verdict], title: str | None = None) -> Table:
+    """One row a test; below a row that failed, why. For a terminal (rich)."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("test", "flow", "outbound", "envoy", "inbound", "outcome", ""):
+        made.add_column(name, overflow="fold")
+    for v in verdicts:
+        mark = {True: Text("ok", "green"), False: Text("FAIL", "bold red"), None: Text("skip", "yellow")}[v.passed]
+        cells = [v.test, _flow(v), _outbound(v), _envoy(v), _inbound(v), _outcome(v)]
+        made.add_row(*(Text(c) for c in cells), mark)
+        reasons = list(v.differences) if v.passed is False else [v.skipped] if v.skipped else []
+        for reason in reasons:
+            made.add_row("", Text(f"  {reason}", "red" if v.passed is False else "yellow"))
+        if v.passed is False:
+            for rule in _rules(v):
+                made.add_row("", Text(f"  {rule}", "dim"))
+    return made
+
+
+def junit(lab: str, verdicts: Sequence[Verdict]) -> str:
+    """A JUnit report: one test case a verdict, whose standard output is the whole verdict as JSON."""
+    counts = summary(verdicts)
+    suite = ElementTree.Element(
+        "testsuite",
+        name=lab,
+        tests=str(len(verdicts)),
+        failures=str(counts["failed"]),
+        errors="0",
+        skipped=str(counts["skipped"]),
+        time=f"{sum(v.seconds for v in verdicts):.3f}",
+    )
+    for v in verdicts:
+        case = ElementTree.SubElement(suite, "testcase", name=v.test, classname=lab, time=f"{v.seconds:.3f}")
+        if v.passed is False:
+            text = "\n".join([*v.differences, *_rules(v)])
+            ElementTree.SubElement(
+                case, "failure", message=_xml(v.differences[0] if v.differences else "")
+            ).text = _xml(text)
+        elif v.passed is None:
+            ElementTree.SubElement(case, "skipped", message=_xml(v.skipped or ""))
+        ElementTree.SubElement(case, "system-out").text = _xml(json.dumps(v.to_dict(), default=str))
+    suites = ElementTree.Element("testsuites")
+    suites.append(suite)
+    ElementTree.indent(suites)
+    return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def backends(verdicts: Sequence[Verdict]) -> list[str]:
+    """The iptables back ends whose rules were seen."""
+    found = {r.backend for v in verdicts for part in (v.dns, v.outbound, v.inbound) if part and (r := part.rule)}
+    return sorted(b for b in found if b)
+
+
+def _flow(v: Verdict) -> str:
+    source = v.source.pod or v.source.external or "?"
+    if v.source.uid != 1000:
+        source += f" as {v.source.uid}"
+    if v.source.spoof:
+        source += f" spoofing {v.source.spoof}"
+    port = f":{v.to.port}" if v.to.port else ""
+    host = f"[{v.to.host}]" if ":" in v.to.host else v.to.host
+    return f"{source} -> {v.to.protocol} {host}{port}"
+
+
+def _outbound(v: Verdict) -> str:
+    lookup = v.to.protocol in ("dns", "dns-tcp")
+    part = v.dns if lookup else v.outbound
+    if part is None:
+        return "-"
+    where = _where(part.captured, part.redirected_to)
+    return f"{where}, by {v.dns.answered_by}" if lookup and v.dns and v.dns.answered_by else where
+
+
+def _inbound(v: Verdict) -> str:
+    if v.inbound is None:
+        return "-"
+    where = f"{v.inbound.pod}: {_where(v.inbound.captured, v.inbound.redirected_to)}"
+    return f"{where}, {v.inbound.cluster}" if v.inbound.cluster else where
+
+
+def _where(captured: bool | None, port: int | None) -> str:
+    return "not seen" if captured is None else f"captured to {port}" if captured else "direct"
+
+
+def _envoy(v: Verdict) -> str:
+    if v.envoy is None:
+        return "-"
+    what = v.envoy.cluster or v.envoy.route_name or v.envoy.filter_chain or "?"
+    flags = v.envoy.response_flags
+    return f"{what} {flags}" if flags and flags != "-" else what
+
+
+def _outcome(v: Verdict) -> str:
+    if v.outcome is None:
+        return "-"
+    return f"{v.outcome.result} {v.outcome.status}" if v.outcome.status else v.outcome.result
+
+
+def _rules(v: Verdict) -> list[str]:
+    """The deciding rules of a verdict, in words: they say why more often than anything else."""
+    found = []
+    for name, part in (("dns", v.dns), ("outbound", v.outbound), ("inbound", v.inbound)):
+        if part and part.rule:
+            where = f"{part.rule.table} {part.rule.chain}"
+            position = f" rule {part.rule.position}" if part.rule.position else ""
+            found.append(f"{name} was decided by {where}{position}: {part.rule.text}")
+    return found
+
+
+def _xml(text: str) -> str:
+    """Without the control characters that XML cannot carry."""
+    return "".join(c for c in text if c in "\t\n\r" or ord(c) >= 32)

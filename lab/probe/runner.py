@@ -1,0 +1,359 @@
+"""Runs TrafficTests on a running lab and gives a verdict for each."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lab.errors import InputError, LabError, ObservationError
+from lab.fabric import paths
+from lab.manifests.model import Mesh, TrafficTest
+from lab.probe import evidence_log, expect, join
+from lab.probe.crew import Launched, Where
+from lab.probe.evidence_log import EnvoyLine
+from lab.probe.ground import Ground, open_ground
+from lab.probe.join import Facts, Far
+from lab.probe.journal import Line
+from lab.probe.orders import Order, Sent
+from lab.probe.wire import Seen
+from lab.trace.client import Sighting
+from lab.trace.flows import Flow
+from lab.trace.rules import Listing
+from lab.verdict import From, To, Verdict
+
+T = TypeVar("T")
+
+_AT_ONCE = 8
+_FENCE = 2.0  # seconds until a fence counts as lost
+_LINE = 2.0  # seconds until Envoy's line counts as missing; it is written within a millisecond of the end of a flow
+
+_NEEDS = {"trace": ("rule",), "legacy": ("rule",), "conntrack": ("captured", "redirected_to", "zone", "answered_by")}
+"""Kinds of kernel evidence, and the last parts of the keys that come from them alone."""
+
+
+def run_tests(
+    name: str,
+    mesh: Mesh,
+    tests: Sequence[TrafficTest],
+    *,
+    on_verdict: Callable[[Verdict], None] | None = None,
+    at_once: int = _AT_ONCE,
+    launched: Launched | None = None,
+) -> list[Verdict]:
+    """Runs tests on the running lab ``name``; verdicts in the order of the tests.
+
+    Args:
+        on_verdict: called with each verdict as soon as it is there (from another thread if a loop is running here).
+        at_once: how many flows may be under way; those of one pod to one host never are at the same time.
+        launched: driver and judge, if they were started earlier (`lab.probe.crew.launch`); they are ended.
+
+    Raises:
+        InputError: no such lab, or a test names a place that it does not have.
+        ObservationError: those who watch do not answer.
+    """
+    return _outside_of_loops(run(name, mesh, tests, on_verdict=on_verdict, at_once=at_once, launched=launched))
+
+
+async def run(
+    name: str,
+    mesh: Mesh,
+    tests: Sequence[TrafficTest],
+    *,
+    on_verdict: Callable[[Verdict], None] | None = None,
+    at_once: int = _AT_ONCE,
+    launched: Launched | None = None,
+) -> list[Verdict]:
+    """`run_tests` for callers with an event loop."""
+    ground = await open_ground(name, mesh, [t.flow_from for t in tests], launched)
+    places = asyncio.Semaphore(at_once)
+    alone: defaultdict[tuple[object, str], asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def one(test: TrafficTest) -> Verdict:
+        # Two flows from one pod to one host could be taken for each other on the wire, where only addresses are seen.
+        async with alone[(ground.source(test.flow_from).place, test.to.host)], places:
+            verdict = await _attempts(ground, test)
+        if on_verdict is not None:
+            on_verdict(verdict)
+        return verdict
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(t)) for t in tests]
+        return [t.result() for t in tasks]
+    except* LabError as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        await ground.close()
+
+
+async def _attempts(ground: Ground, test: TrafficTest) -> Verdict:
+    for attempt in range(max(1, test.retry.attempts)):
+        if attempt:
+            await asyncio.sleep(test.retry.interval)
+        verdict = await judge(ground, test)
+        if verdict.passed is not False:
+            break
+    return verdict
+
+
+async def judge(ground: Ground, test: TrafficTest) -> Verdict:
+    """Runs one test once and compares."""
+    began = time.monotonic()
+    try:
+        facts = await gather(ground, test)
+    except ObservationError as e:
+        return _unseen(test, str(e), time.monotonic() - began)
+    facts = dataclasses.replace(facts, seconds=time.monotonic() - began)
+    return compared(join.verdict(facts), _missing(facts))
+
+
+def compared(verdict: Verdict, missing: dict[str, str] | None = None) -> Verdict:
+    """The verdict with ``passed`` set, by what its test expects.
+
+    Args:
+        missing: kinds of evidence that this kernel cannot give, with the reason; a difference in nothing but keys that need
+            them is no failure: the test is skipped, and says why.
+    """
+    found = expect.differences(verdict.expected, verdict.to_dict())
+    blind = {key: why for kind, why in (missing or {}).items() for key in _NEEDS.get(kind, ())}
+    unseen = [path for path, _ in found if blind.keys() & set(path.split("."))]
+    if found and len(unseen) == len(found):
+        reasons = sorted({blind[key] for path in unseen for key in blind.keys() & set(path.split("."))})
+        return dataclasses.replace(verdict, passed=None, skipped="; ".join(reasons))
+    return dataclasses.replace(verdict, passed=not found, differences=tuple(expect.sentence(*d) for d in found))
+
+
+async def gather(ground: Ground, test: TrafficTest) -> Facts:
+    """Sends the flow of a test and collects what everybody saw of it.
+
+    Raises:
+        ObservationError: someone who watches does not answer.
+    """
+    source = ground.source(test.flow_from)
+    pod = source.place if source.place in ground.observed else None
+    marks = _marks(ground)
+    since = time.time()
+    sent = await ground.crew.send(source, Order.of(test))
+    fence = _fence(sent)
+    if fence:
+        await ground.crew.fence_seen(source.place, fence[1], _FENCE)
+    flow = join.flow_of(sent)
+    query = join.query_flow(sent.queries[-1]) if sent.queries else None
+    same = query is not None and query == flow
+    outbound = await _sighting(ground, pod, flow, fence)
+    dns = outbound if same else await _sighting(ground, pod, query, fence)
+    forwarded = await _forwarded(ground, pod, sent, query, marks)
+    seen = [s for s in (outbound, dns, forwarded[1] if forwarded else None) if s]
+    listing = await ground.listing(source.place, [p for s in seen for p in s.packets]) if pod else Listing()
+    addresses = ground.addresses(source.place)
+    out = join.translate(outbound, flow, listing, addresses, "output") if flow else None
+    captured = bool(out and out.captured)
+    line = None
+    if pod and flow and out and captured and not same:
+        line = await _line(ground, pod, lambda found: join.belongs(found, flow, out.entry), marks)
+    further = None if same or flow is None else join.onward(line, flow, captured)
+    far = await _far(ground, source, further, line, marks) if further else None
+    wire = await _wire(ground, source, since, flow, further, forwarded[0] if forwarded else None, dns_flow=same)
+    return Facts(
+        test=test,
+        sent=sent,
+        addresses=addresses,
+        cluster_dns=ground.mesh.fabric.dns,
+        place=source.place,
+        observed=pod is not None,
+        dns=dns,
+        forwarded=forwarded,
+        outbound=outbound,
+        listing=listing,
+        line=line,
+        far=far,
+        wire=wire,
+        wire_at=ground.routers.get(source.place, paths.NODE),
+    )
+
+
+def _marks(ground: Ground) -> dict[Path, int]:
+    """Where every file that may tell of the flow ends now."""
+    files = [ground.evidence_file(p.name) for p in ground.mesh.pods if p.injected]
+    marks: dict[Path, int] = {}
+    for path in [*files, ground.dns_log()]:
+        if path.parent.is_dir():
+            marks[path] = ground.journal.mark(path)
+    return marks
+
+
+def _fence(sent: Sent) -> tuple[Flow, str] | None:
+    if sent.fence is None:
+        return None
+    f = sent.fence
+    return Flow("udp", str(f["src"]), int(f["sport"]), str(f["dst"]), int(f["dport"])), str(f["token"])
+
+
+async def _sighting(
+    ground: Ground, place: str | None, flow: Flow | None, fence: tuple[Flow, str] | None
+) -> Sighting | None:
+    if place is None or flow is None:
+        return None
+    return await ground.observer.flow(
+        place, flow.proto, flow.src, flow.sport, flow.dst, flow.dport, wait=_FENCE, fence=fence[0] if fence else None
+    )
+
+
+async def _forwarded(
+    ground: Ground, pod: str | None, sent: Sent, query: Flow | None, marks: dict[Path, int]
+) -> tuple[Flow, Sighting] | None:
+    """The agent's own question for the last of the app's, from cluster DNS's log and the pod's conntrack."""
+    log = ground.dns_log()
+    if pod is None or query is None or log not in marks:
+        return None
+    asked = sent.queries[-1]
+    name = asked.name.rstrip(".").lower()
+    addresses = ground.addresses(pod)
+
+    def is_it(line: Line) -> bool:
+        same = str(line.get("name", "")).rstrip(".").lower() == name and line.get("type") == asked.type
+        return same and line.get("src") in addresses and line.get("sport") != query.sport
+
+    # Cluster DNS logs a question before it answers it, so nothing need be waited for.
+    line = await ground.journal.find(log, is_it, marks[log], 0.0)
+    if line is None:
+        return None
+    flow = Flow(str(line.get("transport", "udp")), str(line["src"]), int(line["sport"]), ground.mesh.fabric.dns, 53)
+    sighting = await _sighting(ground, pod, flow, None)
+    return (flow, sighting) if sighting else None
+
+
+async def _line(
+    ground: Ground, pod: str, wanted: Callable[[EnvoyLine], bool], marks: dict[Path, int], wait: float = _LINE
+) -> EnvoyLine | None:
+    path = ground.evidence_file(pod)
+    if path not in marks:
+        return None
+    found = await ground.journal.find(path, lambda line: wanted(evidence_log.parse(line)), marks[path], wait)
+    return evidence_log.parse(found) if found else None
+
+
+async def _far(
+    ground: Ground, source: Where, flow: Flow, client: EnvoyLine | None, marks: dict[Path, int]
+) -> Far | None:
+    """What the pod that the flow reached saw of it; None if it went to no pod."""
+    if paths.NODE in ground.observed:
+        at_node = await ground.observer.flow(paths.NODE, flow.proto, flow.src, flow.sport, flow.dst, flow.dport)
+        flow = join.behind_node(flow, at_node.conntrack)
+    pod = ground.pod_of(flow.dst)
+    if pod is None:
+        return None
+    local = pod == source.place
+    sighting = None
+    listing = Listing()
+    if pod in ground.observed:
+        towards = await ground.fence_towards(pod)
+        sighting = await _sighting(ground, pod, flow, (towards, "") if towards else None)
+        if sighting:
+            listing = await ground.listing(pod, sighting.packets)
+    addresses = ground.addresses(pod)
+    found = join.translate(sighting, flow, listing, addresses, "output" if local else "prerouting")
+    line = None
+    if found.captured:
+
+        def is_it(line: EnvoyLine) -> bool:
+            same_request = client is None or client.request_id is None or line.request_id == client.request_id
+            return join.belongs(line, flow, found.entry) and same_request
+
+        line = await _line(ground, pod, is_it, marks)
+    return Far(pod, flow, addresses, local, sighting, listing, line)
+
+
+async def _wire(
+    ground: Ground,
+    source: Where,
+    since: float,
+    flow: Flow | None,
+    further: Flow | None,
+    forwarded: Flow | None,
+    *,
+    dns_flow: bool,
+) -> list[Seen] | None:
+    """What left the source's link for this flow: its own packets, Envoy's for it, and anything to its destination.
+
+    Of a lookup only its own and the agent's question count: others ask the same server for reasons of their own.
+    """
+    if flow is None:
+        return [] if source.interface else None
+    flows = dict.fromkeys(f for f in (flow, further, forwarded if dns_flow else None) if f)
+    which: list[dict[str, object]] = [{"outgoing": False, "since": since, **dataclasses.asdict(f)} for f in flows]
+    if not dns_flow:
+        to: dict[str, object] = {"proto": flow.proto, "dst": flow.dst, "dport": flow.dport}
+        which.append({"outgoing": False, "since": since, **to})
+    found = await ground.crew.find(source.place, which)
+    return [s for seen in found for s in seen]
+
+
+def _missing(facts: Facts) -> dict[str, str]:
+    """Kinds of evidence that could not be had where this flow passed."""
+    missing: dict[str, str] = {}
+    for sighting in (facts.outbound, facts.dns, facts.far.sighting if facts.far else None):
+        if sighting is not None:
+            missing |= sighting.missing
+            if not sighting.complete and sighting.lost:
+                missing["trace"] = missing["conntrack"] = f"the kernel dropped events ({sighting.lost} overruns)"
+    return missing
+
+
+def _unseen(test: TrafficTest, why: str, seconds: float) -> Verdict:
+    flow_from = test.flow_from
+    return Verdict(
+        test=test.meta.name,
+        proof="observed",
+        source=From(flow_from.pod or None, flow_from.uid, flow_from.external or None, flow_from.spoof or None),
+        to=To(test.to.host, None, test.to.port, test.to.protocol),
+        outcome=None,
+        expected=test.expect,
+        skipped=why,
+        seconds=round(seconds, 3),
+    )
+
+
+def _outside_of_loops(work: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine to its end, in a thread of its own if this one has a running loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    result: list[T] = []
+    error: list[BaseException] = []
+
+    def in_thread() -> None:
+        try:
+            result.append(asyncio.run(work))
+        except BaseException as e:
+            error.append(e)
+
+    thread = threading.Thread(target=in_thread, name="probe")
+    thread.start()
+    thread.join()
+    if error:
+        raise error[0]
+    return result[0]
+
+
+def select(tests: Sequence[TrafficTest], only: str | None) -> list[TrafficTest]:
+    """The tests whose name matches a glob.
+
+    Raises:
+        InputError: none does.
+    """
+    from fnmatch import fnmatchcase
+
+    chosen = [t for t in tests if only is None or fnmatchcase(t.meta.name, only)]
+    if not chosen:
+        names = ", ".join(t.meta.name for t in tests[:8])
+        why = f"no test is called so: {names}" if tests else "the topology has no TrafficTest"
+        raise InputError("nothing to run", only or "", why)
+    return chosen
