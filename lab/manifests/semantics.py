@@ -36,6 +36,10 @@ def check(mesh: Mesh, items: Items, problems: Problems) -> None:
     checks.traffic_tests()
 
 
+def _subject(kind: str, meta: Meta) -> str:
+    return f"{kind} {meta.key}" if meta.namespace else f"{kind} {meta.name}"
+
+
 def _subset(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
     return all(labels.get(key) == value for key, value in selector.items())
 
@@ -55,12 +59,12 @@ class _Checks:
         return locate(item.document, path) if item else meta.source
 
     def _warn(self, kind: str, meta: Meta, path: Sequence[str | int], message: str) -> None:
-        self._problems.warn(self._at(kind, meta, *path), f"{kind} {meta.key}: {message}".rstrip())
+        self._problems.warn(self._at(kind, meta, *path), f"{_subject(kind, meta)}: {message}".rstrip())
 
     def _error(
         self, kind: str, meta: Meta, path: Sequence[str | int], what: str, why: str, next_step: str = ""
     ) -> None:
-        self._problems.error(self._at(kind, meta, *path), what, f"{kind} {meta.key}: {why}", next_step)
+        self._problems.error(self._at(kind, meta, *path), what, f"{_subject(kind, meta)}: {why}", next_step)
 
     def _writer(self, pod: Pod) -> tuple[str, Meta]:
         """The object that a pod was written as: itself, or the Deployment that makes it."""

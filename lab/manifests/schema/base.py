@@ -270,8 +270,8 @@ def duration(text: str) -> float:
     return sign * sum(float(number) * _GO_UNITS[unit] for number, unit in parts)
 
 
-def _duration(value: object) -> object:
-    return duration(value) if isinstance(value, str) else value
+def _duration(value: object) -> float:
+    return duration(value if isinstance(value, str) else "")
 
 
 def _positive(value: float) -> float:

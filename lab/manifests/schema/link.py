@@ -19,8 +19,8 @@ def rate(text: str) -> int:
     return int(float(match[1]) * {None: 1, "k": 10**3, "m": 10**6, "g": 10**9}[match[2]])
 
 
-def _rate(value: object) -> object:
-    return rate(value) if isinstance(value, str) else value
+def _rate(value: object) -> int:
+    return rate(value if isinstance(value, str) else "")
 
 
 def _percent(value: object) -> object:
