@@ -62,11 +62,12 @@ class Gauge(Counter):
 class Labelled:
     """Counters or gauges by one label's value; a series appears with its first use."""
 
-    __slots__ = ("help", "kind", "label", "name", "values")
+    __slots__ = ("functions", "help", "kind", "label", "name", "values")
 
     def __init__(self, name: str, help_text: str, label: str, kind: str = "counter") -> None:
         self.name, self.help, self.label, self.kind = name, help_text, label, kind
         self.values: dict[str, float] = {}
+        self.functions: dict[str, Callable[[], float]] = {}
 
     def add(self, label: str, amount: float = 1) -> None:
         self.values[label] = self.values.get(label, 0) + amount
@@ -74,9 +75,14 @@ class Labelled:
     def set(self, label: str, value: float) -> None:
         self.values[label] = value
 
+    def set_function(self, label: str, function: Callable[[], float]) -> None:
+        """The series' value is computed when it is scraped."""
+        self.functions[label] = function
+
     def samples(self) -> Iterator[tuple[str, str, float]]:
-        for value in sorted(self.values):
-            yield self.name, f'{{{self.label}="{_escape(value)}"}}', self.values[value]
+        values = {**self.values, **{label: function() for label, function in self.functions.items()}}
+        for value in sorted(values):
+            yield self.name, f'{{{self.label}="{_escape(value)}"}}', values[value]
 
 
 class Histogram:

@@ -3,6 +3,9 @@
 A zygote imports this once; its children share the pages and start without importing.
 """
 
+import cryptography.hazmat.primitives.asymmetric.ec
+import cryptography.hazmat.primitives.asymmetric.rsa
+import cryptography.x509
 import dns.message
 import dns.rdtypes.ANY.OPT
 import grpc
@@ -15,7 +18,9 @@ import agent.cli
 import agent.dns.server
 import agent.options
 import agent.run
+import agent.sds
+import agent.secrets
 import agent.upstream
 import agent.xds_proxy
 
-__all__ = ["agent", "dns", "grpc", "h11", "uvloop"]
+__all__ = ["agent", "cryptography", "dns", "grpc", "h11", "uvloop"]

@@ -6,6 +6,7 @@ Source: istio/istio: pkg/istio-agent/agent.go (Run), pilot/cmd/pilot-agent/app/c
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from agent import options as agent_options
+from agent import paths
 from agent.admin import AdminClient
 from agent.app_probe import AppProber, parse_probers
 from agent.bootstrap import XDS_SOCKET, build_bootstrap, lightstep_token_file
@@ -26,12 +28,15 @@ from agent.metrics import Metrics
 from agent.node import Node
 from agent.notify import notify
 from agent.options import ProxyOptions
+from agent.protos import proxy_config_pb2 as pb
 from agent.proxy_config import to_dict
 from agent.readiness import EnvoyReadiness, NotReady, Readiness
 from agent.scrape import Scraper, parse_scrape_config
 from agent.status import StatusServer
 
 if TYPE_CHECKING:
+    from agent.sds import SDSServer
+    from agent.secrets import SecretManager
     from agent.xds_proxy import XdsProxy
 
 log = logging.getLogger("default")
@@ -78,6 +83,9 @@ class Agent:
         self._table_received = asyncio.Event()
         self._dns = self._make_dns() if options.dns_enabled else None
         self._xds: XdsProxy | None = None
+        self._secrets: SecretManager | None = None
+        self._sds: SDSServer | None = None
+        self._serve_only_files = False
         self._proxy_agent: ProxyAgent | None = None
         if envoy is not None:
             self._proxy_agent = ProxyAgent(envoy, self._admin, self._drain_options())
@@ -152,12 +160,19 @@ class Agent:
                 await self._status.start(self.options.config.status_port)
             if self._dns is not None:
                 await self._dns.start()
+            await self._start_sds()
             await self._start_xds()
             watcher = asyncio.create_task(self._watch_readiness())
             if self._envoy is None or self._proxy_agent is None:
                 await self._cancelled.wait()
                 return
-            node = agent_options.make_node(self.options)
+            from agent.security import socket_is_alive
+
+            node = agent_options.make_node(
+                self.options,
+                credential_socket=socket_is_alive(paths.CREDENTIAL_SOCKET),
+                file_credentials=self._serve_only_files,
+            )
             bootstrap = await self._start_envoy(node)
             await self._proxy_agent.run(self._cancelled)
         finally:
@@ -170,10 +185,47 @@ class Agent:
             if bootstrap:
                 _remove(bootstrap)
 
+    def _keepalive(self) -> tuple[float, float]:
+        env = self.options.environment
+        return env.seconds("GRPC_KEEPALIVE_INTERVAL", 30.0), env.seconds("GRPC_KEEPALIVE_TIMEOUT", 10.0)
+
+    def _server_options(self) -> list[tuple[str, Any]]:
+        from agent.xds_proxy import server_options
+
+        env = self.options.environment
+        streams = env.integer("ISTIO_GPRC_MAXSTREAMS", 100000)
+        return server_options(streams, env.integer("ISTIO_GPRC_MAXRECVMSGSIZE", 4 * 1024 * 1024), *self._keepalive())
+
+    async def _start_sds(self) -> None:
+        from agent import security
+        from agent.ca_client import CAClient
+        from agent.sds import SDSServer
+        from agent.secrets import SecretManager
+        from agent.upstream import call_metadata
+
+        socket = security.workload_socket(self.options)
+        self._serve_only_files = socket.foreign
+        resolved = security.resolve(self.options, serve_only_files=socket.foreign)
+        client = None
+        if not resolved.no_ca:
+            log.info("CA Endpoint %s, provider %s", resolved.ca_address, security.CITADEL)
+            metadata = functools.partial(call_metadata, self.options, "CA_HEADER_")
+            client = CAClient(resolved, metadata, self.metrics, self._keepalive())
+        self._secrets = SecretManager(resolved, client, self.metrics)
+        config = self.options.config
+        self._sds = SDSServer(
+            socket.path,
+            self._secrets,
+            crl=resolved.crl,
+            provider=config.private_key_provider if config.HasField("private_key_provider") else None,
+        )
+        await self._sds.start(self._server_options())
+        self._secrets.start()
+
     async def _start_xds(self) -> None:
         from agent import upstream
         from agent.protos import nds_pb2
-        from agent.xds_proxy import NAME_TABLE_TYPE, Handler, XdsProxy, server_options
+        from agent.xds_proxy import NAME_TABLE_TYPE, PROXY_CONFIG_TYPE, Handler, XdsProxy
 
         env = self.options.environment
         handlers: dict[str, Handler] = {}
@@ -185,6 +237,14 @@ class Agent:
                 self._table_received.set()
 
             handlers[NAME_TABLE_TYPE] = apply_table
+        secrets = self._secrets
+        if secrets is not None and env.boolean("PROXY_CONFIG_XDS_AGENT", False):
+
+            def apply_proxy_config(data: bytes) -> None:
+                certificates = pb.ProxyConfig.FromString(data).ca_certificates_pem
+                secrets.update_trust_bundle("\n".join(certificates).encode())
+
+            handlers[PROXY_CONFIG_TYPE] = apply_proxy_config
         self._xds = XdsProxy(
             os.path.join(self.options.config.config_path, XDS_SOCKET),
             upstream.discovery(self.options),
@@ -192,16 +252,8 @@ class Agent:
             handlers,
             self._xds_request,
         )
-        interval, timeout = env.seconds("GRPC_KEEPALIVE_INTERVAL", 30.0), env.seconds("GRPC_KEEPALIVE_TIMEOUT", 10.0)
         try:
-            await self._xds.start(
-                server_options(
-                    env.integer("ISTIO_GPRC_MAXSTREAMS", 100000),
-                    env.integer("ISTIO_GPRC_MAXRECVMSGSIZE", 4 * 1024 * 1024),
-                    interval,
-                    timeout,
-                )
-            )
+            await self._xds.start(self._server_options())
         except OSError as error:
             raise AgentError("failed to start xds proxy", error) from None
 
@@ -283,6 +335,10 @@ class Agent:
     async def _stop(self) -> None:
         if self._xds is not None:
             await self._xds.stop()
+        if self._secrets is not None:
+            await self._secrets.close()
+        if self._sds is not None:
+            await self._sds.stop()
         if self._dns is not None:
             await self._dns.stop()
         await self._status.stop()

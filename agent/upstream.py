@@ -99,14 +99,19 @@ def read_root(path: str) -> bytes | None:
     Raises:
         AgentError: they cannot be read.
     """
-    candidates = [path] if path != "SYSTEM" else [one for one in SYSTEM_ROOTS if os.path.exists(one)]
-    if not candidates:
+    if path == "SYSTEM":
+        path = system_roots()
+    if not path:
         raise AgentError("failed to find root CA cert", "this system has no CA bundle")
     try:
-        with open(candidates[0], "rb") as file:
-            return file.read()
+        return read_file(path)
     except OSError as error:
         raise AgentError(f"failed to find root CA cert {path}", error.strerror) from None
+
+
+def system_roots() -> str:
+    """Path of the machine's CA bundle, empty if there is none."""
+    return next((path for path in SYSTEM_ROOTS if os.path.exists(path)), "")
 
 
 def xds_root(options: ProxyOptions) -> str:
@@ -153,13 +158,18 @@ def client_certificate(options: ProxyOptions) -> tuple[bytes | None, bytes | Non
     else:
         return None, None
     try:
-        key, chain = (_read(path) for path in paths_to_read)
+        key, chain = (read_file(path) for path in paths_to_read)
     except OSError as error:
         log.warning("no client certificate for discovery: %s", error)
         return None, None
     return key, chain
 
 
-def _read(path: str) -> bytes:
+def read_file(path: str) -> bytes:
+    """The content of a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     with open(path, "rb") as file:
         return file.read()

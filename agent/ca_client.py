@@ -1,0 +1,141 @@
+"""The client of the mesh's certificate authority.
+
+Source: istio/istio: security/pkg/nodeagent/caclient/providers/citadel/client.go, pkg/security/retry.go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import grpc
+import grpc.aio
+
+from agent.metrics import Metrics
+from agent.protos import ca_pb2
+from agent.security import SecurityOptions
+from agent.upstream import read_file, read_root, server_name
+from agent.xds_proxy import channel_options
+
+log = logging.getLogger("citadelclient")
+
+METHOD = "/istio.v1.auth.IstioCertificateService/CreateCertificate"
+ATTEMPTS = 5
+FIRST_PAUSE = 0.1
+RETRIED = frozenset(
+    (
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNAVAILABLE,
+    )
+)
+
+
+class CAError(Exception):
+    """The certificate authority did not issue a certificate."""
+
+
+class CAClient:
+    """Signs requests.
+
+    Args:
+        options: address, root and client certificate.
+        metadata: of each call.
+        keepalive: interval and timeout in seconds.
+    """
+
+    def __init__(
+        self,
+        options: SecurityOptions,
+        metadata: Callable[[], Sequence[tuple[str, str]]],
+        metrics: Metrics,
+        keepalive: tuple[float, float],
+    ) -> None:
+        self._options, self._metadata, self._metrics, self._keepalive = options, metadata, metrics, keepalive
+        self._channel: grpc.aio.Channel | None = None
+
+    def _connect(self) -> grpc.aio.Channel:
+        if self._channel is None:
+            arguments = channel_options(*self._keepalive)
+            address = self._options.ca_address
+            if not self._options.ca_root:
+                self._channel = grpc.aio.insecure_channel(address, options=arguments)
+            else:
+                name = self._options.ca_server_name or server_name(address)
+                credentials = grpc.ssl_channel_credentials(
+                    read_root(self._options.ca_root), *self._client_certificate()
+                )
+                arguments += [("grpc.ssl_target_name_override", name), ("grpc.default_authority", name)]
+                self._channel = grpc.aio.secure_channel(address, credentials, options=arguments)
+        return self._channel
+
+    def _client_certificate(self) -> tuple[bytes | None, bytes | None]:
+        directory = self._options.prov_cert
+        if not directory:
+            return None, None
+        try:
+            return read_file(os.path.join(directory, "key.pem")), read_file(os.path.join(directory, "cert-chain.pem"))
+        except OSError as error:
+            log.warning("no client certificate for the CA: %s", error)
+            return None, None
+
+    async def close(self) -> None:
+        if self._channel is not None:
+            await self._channel.close(None)
+            self._channel = None
+
+    async def sign(self, csr: bytes, seconds: int) -> list[str]:
+        """The chain for a request: leaf first, root last, PEM each.
+
+        Args:
+            csr: PEM.
+            seconds: lifetime asked for.
+
+        Raises:
+            CAError: after the last attempt, or for an error that a retry cannot change.
+        """
+        request = ca_pb2.IstioCertificateRequest(csr=csr.decode(), validity_duration=seconds)
+        request.metadata["CertSigner"] = self._options.cert_signer
+        started = time.monotonic()
+        self._metrics.num_outgoing_requests.add("csr")
+        try:
+            response = await self._call(request)
+            if len(response.cert_chain) < 2:
+                raise CAError("invalid empty CertChain")
+            return list(response.cert_chain)
+        except CAError as error:
+            self._metrics.num_failed_outgoing_requests.add("csr")
+            log.error("failed to sign CSR: %s", error)
+            # The next call connects anew, and reads a root that may have changed.
+            await self.close()
+            raise
+        finally:
+            self._metrics.outgoing_latency.add("csr", (time.monotonic() - started) * 1000)
+
+    async def _call(self, request: ca_pb2.IstioCertificateRequest) -> ca_pb2.IstioCertificateResponse:
+        pause = FIRST_PAUSE
+        attempt = 1
+        while True:
+            call = self._connect().unary_unary(
+                METHOD,
+                request_serializer=ca_pb2.IstioCertificateRequest.SerializeToString,
+                response_deserializer=ca_pb2.IstioCertificateResponse.FromString,
+            )
+            try:
+                response: ca_pb2.IstioCertificateResponse = await call(request, metadata=tuple(self._metadata()))
+                return response
+            except grpc.aio.AioRpcError as error:
+                if attempt >= ATTEMPTS or error.code() not in RETRIED:
+                    details = " ".join((error.details() or "").split())
+                    raise CAError(f"create certificate: {error.code().name} {details}") from None
+            self._metrics.num_outgoing_retries.add("csr")
+            await asyncio.sleep(pause * random.uniform(0.9, 1.1))
+            pause *= 2
+            attempt += 1
