@@ -5,11 +5,11 @@ The changes of one table are one commit, so that a packet sees the table before 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from . import restore, state
-from .canonical import canonical
+from .canonical import canonical, jump
 from .model import BUILT_IN_CHAINS, Jump, Proto, Rule
 
 
@@ -65,16 +65,17 @@ def cleanup(rules: Sequence[Rule], dump: state.Dump) -> list[TableEdit]:
     return [edit for edit in found if edit]
 
 
-def replace_all(rules: Sequence[Rule], dump: state.Dump) -> list[TableEdit]:
+def replace_all(rules: Sequence[Rule], dump: state.Dump, front: Collection[tuple[str, str]] = ()) -> list[TableEdit]:
     """The edits that leave exactly ``rules`` of ours, whatever is there now.
 
-    Our rules in a built-in chain where a foreign rule decides too early go to the top, else to the end.
+    In a built-in chain with foreign rules ours go where our first one stands now. They go to the top if none is left
+    and a foreign rule decides there, and in the chains ``front``, given as (table, chain).
     """
     made = []
     tables = dict.fromkeys([*restore.tables(rules), *dump.tables])
     for table in sorted(tables):
         old = _remove(table, rules, dump)
-        here = _in_front(table, [rule for rule in rules if rule.table == table], dump)
+        here = _in_place(table, [rule for rule in rules if rule.table == table], dump, front)
         edit = old._replace(new=tuple(restore.new_chains(here, table)), rules=tuple(here))
         if edit:
             made.append(edit)
@@ -94,7 +95,7 @@ def unguard(dump: state.Dump) -> TableEdit:
 def document(edits: Iterable[TableEdit], comments: bool = False) -> str:
     """The edits as text for iptables-restore --noflush."""
     lines = []
-    for edit in edits:
+    for edit in filter(None, edits):
         lines.append(f"*{edit.table}")
         # By text, not by number: should somebody else change the chain meanwhile, this fails instead of hitting a foreign rule.
         lines += [f"-D {delete.chain} {delete.text}" for delete in edit.deletes]
@@ -133,16 +134,27 @@ def _only_we_write(table: str, chain: str, text: str) -> bool:
     return False
 
 
-def _in_front(table: str, rules: list[Rule], dump: state.Dump) -> list[Rule]:
-    """The rules with those of built-in chains where a foreign rule decides too early moved to the chain's top."""
-    plan = state.placed(rules)
-    moved: dict[str, list[Rule]] = {}
-    for (_, chain), placed in plan.items():
-        texts = [restore.body(rule) for rule in placed]
-        if chain in BUILT_IN_CHAINS and state.deciding_ahead(texts, dump.chain(table, chain)):
-            moved[chain] = [rule._replace(position=number) for number, rule in enumerate(placed, 1)]
-    stay = [rule for rule in rules if rule.chain not in moved]
-    return [*stay, *(rule for placed in moved.values() for rule in placed)]
+def _in_place(table: str, rules: list[Rule], dump: state.Dump, front: Collection[tuple[str, str]]) -> list[Rule]:
+    """The rules with positions in those built-in chains where foreign rules stand."""
+    moved: list[Rule] = []
+    chains = set()
+    for (_, chain), placed in state.placed(rules).items():
+        have = dump.chain(table, chain)
+        keys = {canonical(restore.body(rule)) for rule in placed}
+        ours = [state.is_ours(text, keys) for text in have]
+        if chain not in BUILT_IN_CHAINS or all(ours):
+            continue
+        if (table, chain) in front:
+            start = 0
+        elif any(ours):
+            start = ours.index(True)
+        elif any(jump(text) in state.DECIDING for text in have):
+            start = 0
+        else:
+            continue
+        chains.add(chain)
+        moved += [rule._replace(position=start + number) for number, rule in enumerate(placed, 1)]
+    return [*(rule for rule in rules if rule.chain not in chains), *moved]
 
 
 def _guards(dump: state.Dump) -> list[Delete]:

@@ -102,6 +102,7 @@ class LibIPTC(Restore):
             InitError: libiptc or the kernel refuses; nothing is committed before every table was accepted by libiptc.
             LockHeld: another process keeps the lock.
         """
+        changes = {family: [edit for edit in made if edit] for family, made in changes.items()}
         wanted: list[Family] = [family for family in ("ipv6", "ipv4") if changes.get(family)]
         strange = [family for family in wanted if _family not in (None, family)]
         try:
@@ -228,7 +229,7 @@ def _add_match(made: Any, match: Match) -> None:
     if isinstance(match, Proto):
         made.protocol = match.name
     elif isinstance(match, Interface):
-        setattr(made, f"{match.direction}_interface", match.name)
+        _set_interface(made.get_ip(), match)
     elif isinstance(match, Address):
         setattr(made, match.side, _negated(match.negate, match.cidr))
     elif isinstance(match, Port):
@@ -246,6 +247,17 @@ def _add_match(made: Any, match: Match) -> None:
     else:
         assert isinstance(match, ConnMark)
         made.create_match("connmark").set_parameter("mark", match.value)
+
+
+def _set_interface(ip: Any, match: Interface) -> None:
+    """Writes name and mask as iptables does (xtables_parse_interface).
+
+    python-iptables' IPv6 rules compare only the lowest bit of each character ("lo" would match "veth0").
+    """
+    name = match.name.removesuffix("+").encode()
+    setattr(ip, f"{match.direction}iface", name)
+    # With the final NUL the whole name must be equal; a "+" leaves it out.
+    setattr(ip, f"{match.direction}iface_mask", b"\xff" * (len(name) + (not match.name.endswith("+"))))
 
 
 def _set_target(made: Any, target: Target) -> None:

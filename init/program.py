@@ -18,6 +18,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from . import edits, native, routes, rules, state, xtables
 from .canonical import jump
@@ -29,7 +30,7 @@ from .tools import Tools
 
 FAMILIES: tuple[Family, Family] = ("ipv4", "ipv6")
 DOCKER_CHAIN = "DOCKER_OUTPUT"
-SAVERS: dict[xtables.Kind, dict[Family, str]] = {
+SAVERS: dict[str, dict[Family, str]] = {
     "legacy": {"ipv4": "iptables-legacy", "ipv6": "ip6tables-legacy"},
     "nft": {"ipv4": "iptables-nft", "ipv6": "ip6tables-nft"},
 }
@@ -101,7 +102,29 @@ def run(config: Config, environ: Mapping[str, str], log: Log) -> Result:
 Backend = xtables.Restore
 
 
+def _cleanup_everywhere(config: Config, tools: Tools, result: Result) -> None:
+    """--cleanup-only without a back end by name: whoever left rules of ours here, they go."""
+    from . import detect
+    from .nftables import NFTables
+
+    built = rules.build(config)
+    cleaned = []
+    for kind, backend in (("legacy", "legacy-restore"), ("nft", "nft")):
+        dumps = {family: _save(tools, kind, family) for family in FAMILIES}
+        made = {family: edits.cleanup(built.family(family), dumps[family]) for family in FAMILIES}
+        if any(made.values()):
+            xtables.Restore(detect.choose(backend, bool(made["ipv6"]), tools), tools).change(made)
+            cleaned.append(kind)
+    if tools.find("nft") and _native_tables():
+        NFTables(tools, config.cni_mode).cleanup()
+        cleaned.append("native-nft")
+    result.backend, result.action = ",".join(cleaned) or config.backend, "cleaned"
+
+
 def _xtables(config: Config, tools: Tools, result: Result) -> None:
+    if config.cleanup_only and config.backend == "auto":
+        _cleanup_everywhere(config, tools, result)
+        return
     backend = _backend(config, tools)
     result.backend = backend.name
     dumps = {family: backend.dump(family) for family in FAMILIES}
@@ -119,7 +142,9 @@ def _xtables(config: Config, tools: Tools, result: Result) -> None:
         result.action = "applied"
         return
     result.drift = [
-        drift for family in FAMILIES for drift in state.compare(family, built.family(family), dumps[family])
+        drift
+        for family in FAMILIES
+        for drift in state.compare(family, built.family(family), dumps[family], partial(backend.ages, family))
     ]
     if not result.drift and not config.force_apply:
         result.action = "unchanged"
@@ -165,7 +190,21 @@ def _replace(
     if not touched or config.force_apply:
         touched = [family for family in FAMILIES if built.family(family) or dumps[family].any_of_ours()]
     with _guarded(backend, touched, dumps, log):
-        backend.change({family: edits.replace_all(built.family(family), dumps[family]) for family in touched})
+        # Read again: the guard rules have shifted the positions in filter.
+        backend.change(
+            {
+                family: edits.replace_all(
+                    built.family(family),
+                    backend.dump(family),
+                    {
+                        (drift.table, drift.chain)
+                        for drift in drifts
+                        if drift.kind == "in-front" and drift.family == family
+                    },
+                )
+                for family in touched
+            }
+        )
 
 
 @contextmanager
@@ -255,7 +294,7 @@ def _jumps_to_docker(dump: state.Dump) -> bool:
     return any(jump(text) == DOCKER_CHAIN for text in dump.chain("nat", "OUTPUT"))
 
 
-def _save(tools: Tools, kind: xtables.Kind, family: Family) -> state.Dump:
+def _save(tools: Tools, kind: str, family: Family) -> state.Dump:
     """Rules of some back end, empty where it cannot be read or has none."""
     name = SAVERS[kind][family]
     if not xtables.may_hold_rules(kind, family) or not tools.find(f"{name}-save"):
@@ -266,13 +305,8 @@ def _save(tools: Tools, kind: xtables.Kind, family: Family) -> state.Dump:
 
 def _warn_of_others(tools: Tools, mine: xtables.Kind | None) -> None:
     """Rules of ours in another back end act too, whatever this run does."""
-    from .netlink import nft_tables
-
     if mine is not None:
-        try:
-            found = sorted({name for _, name in nft_tables() if name in native.TABLES})
-        except OSError:
-            found = []
+        found = _native_tables()
         if found:
             tools.log.warn(
                 f"native nftables rules are present too: {', '.join(found)}; --native-nftables --cleanup-only removes them"
@@ -282,6 +316,15 @@ def _warn_of_others(tools: Tools, mine: xtables.Kind | None) -> None:
             tools.log.warn(
                 f"{kind} iptables rules of an earlier run are present too; --backend {kind} --cleanup-only removes them"
             )
+
+
+def _native_tables() -> list[str]:
+    from .netlink import nft_tables
+
+    try:
+        return [name for family, name in nft_tables() if family == "inet" and name in native.TABLES]
+    except OSError:
+        return []
 
 
 def _warn_of_foreign(built: RuleSet, dumps: Mapping[Family, state.Dump], log: Log) -> None:

@@ -120,11 +120,11 @@ def wanted(rules: Sequence[Rule]) -> dict[str, dict[str, list[str]]]:
     return made
 
 
-Newer = Callable[[str, str], list[bool] | None]
-"""(table, chain) -> for each rule whether it was added after our first one; None if the kernel does not tell."""
+Ages = Callable[[str, str], list[int]]
+"""(table, chain) -> a number for each rule that grows with its time of creation; empty if the kernel does not tell."""
 
 
-def compare(family: Family, rules: Sequence[Rule], dump: Dump, newer: Newer | None = None) -> list[Drift]:
+def compare(family: Family, rules: Sequence[Rule], dump: Dump, ages: Ages | None = None) -> list[Drift]:
     """Every chain of ours and every built-in chain that is not as ``rules`` want it.
 
     A foreign rule in front of ours is drift if it came after ours. Where the kernel does not tell (legacy tables), it
@@ -139,7 +139,7 @@ def compare(family: Family, rules: Sequence[Rule], dump: Dump, newer: Newer | No
             if chain.startswith(OURS):
                 found += _own_chain(family, table, chain, want if chain in expected else None, have)
             else:
-                found += _shared_chain(family, table, chain, want, have or [], newer)
+                found += _shared_chain(family, table, chain, want, have or [], ages)
     return found
 
 
@@ -183,28 +183,35 @@ def _own_chain(family: str, table: str, chain: str, want: list[str] | None, have
 
 
 def _shared_chain(
-    family: str, table: str, chain: str, want: list[str], have: list[str], newer: Newer | None
+    family: str, table: str, chain: str, want: list[str], have: list[str], ages: Ages | None
 ) -> list[Drift]:
     a = [canonical(text) for text in want]
     keys = set(a)
     b = [canonical(text) for text in have if is_ours(text, keys)]
     shown = dict(zip(a, want, strict=True))
+    found = []
     if a != b:
         actual = tuple(shown.get(canonical(text), text) for text in have if is_ours(text, keys))
-        return [Drift(family, table, chain, kind_of(a, b), tuple(want), actual)]
-    ahead = deciding_ahead(want, have)
-    if ahead:
-        ages = newer(table, chain) if newer else None
-        if ages is not None and len(ages) == len(have):
-            ahead = [index for index in ahead if ages[index]]
-        else:
-            ahead = [index for index in ahead if not names_address(have[index])]
+        found.append(Drift(family, table, chain, kind_of(a, b), tuple(want), actual))
+    ahead = _intruders(table, chain, want, have, ages)
     if ahead:
         actual = tuple(
             shown.get(canonical(text), text) for index, text in enumerate(have) if index in ahead or is_ours(text, keys)
         )
-        return [Drift(family, table, chain, "in-front", tuple(want), actual)]
-    return []
+        found.append(Drift(family, table, chain, "in-front", tuple(want), actual))
+    return found
+
+
+def _intruders(table: str, chain: str, want: list[str], have: list[str], ages: Ages | None) -> list[int]:
+    ahead = deciding_ahead(want, have)
+    if not ahead:
+        return []
+    born = ages(table, chain) if ages else []
+    if len(born) != len(have):
+        return [index for index in ahead if not names_address(have[index])]
+    keys = {canonical(text) for text in want}
+    ours = min(age for age, text in zip(born, have, strict=True) if is_ours(text, keys))
+    return [index for index in ahead if born[index] > ours]
 
 
 def kind_of(want: Sequence[object], have: Sequence[object]) -> Kind:

@@ -65,6 +65,20 @@ class Restore:
             raise failure(f"cannot read the rules with {binary.name}-save", result)
         return state.parse(result.out)
 
+    def ages(self, family: Family, table: str, chain: str) -> list[int]:
+        """nft's handles of the rules of a chain, in order; they grow. Empty where there are none (legacy)."""
+        if self.kind != "nft" or not self.tools.find("nft"):
+            return []
+        result = self.tools.run(["nft", "-j", "list", "chain", NFT_FAMILIES[family], table, chain])
+        if result.code:
+            return []
+        import json
+
+        try:
+            return [item["rule"]["handle"] for item in json.loads(result.out)["nftables"] if "rule" in item]
+        except (ValueError, KeyError):
+            return []
+
     def change(self, changes: Changes) -> None:
         """Carries out the edits of each family.
 
@@ -72,7 +86,8 @@ class Restore:
             InitError: a document is refused; nothing was changed if the check found it.
             LockHeld: the xtables lock.
         """
-        documents = {family: edits.document(made, self.comments) for family, made in changes.items() if made}
+        made = {family: edits.document(changes[family], self.comments) for family in changes}
+        documents = {family: document for family, document in made.items() if document}
         if sum(document.count("COMMIT\n") for document in documents.values()) > 1:
             for family, document in documents.items():
                 self._restore(family, document, "--test")
@@ -90,7 +105,7 @@ class Restore:
             raise failure(f"{binary.name}-restore refused the {family} rules{f' ({line})' if line else ''}", result)
 
 
-def may_hold_rules(kind: Kind, family: Family) -> bool:
+def may_hold_rules(kind: str, family: Family) -> bool:
     """False if the kernel says that this network namespace has no such table at all.
 
     Looking does not create any. Legacy: /proc/net/ip_tables_names; nft: a netlink dump.
