@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from envoy.config.cluster.v3 import circuit_breaker_pb2, cluster_pb2, outlier_detection_pb2
@@ -510,13 +510,15 @@ def _all_outbound(proxy: Proxy) -> list[Any]:
     for service in proxy.scope.services:
         if service.resolution == "Alias":
             continue
-        rule = proxy.scope.destination_rule(service.host, proxy.labels)
+        rule = proxy.destination_rule(service.host)
         subsets = [str(s.get("name", "")) for s in rule.subsets] if rule and service.resolution != "DynamicDNS" else []
         for port in service.ports:
             if port.protocol == "UDP":
                 continue
             for subset in ("", *subsets):
-                cluster = _outbound(proxy, service, port, subset)
+                cluster = proxy.shared(
+                    ("cluster", port.port, subset), service, partial(_outbound, proxy, service, port, subset)
+                )
                 if cluster is not None and cluster.name not in seen:
                     seen.add(cluster.name)
                     out.append(cluster)

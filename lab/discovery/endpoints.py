@@ -6,6 +6,8 @@ Sources: istio/istio: pilot/pkg/xds/endpoints/endpoint_builder.go, mtls_checker.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from envoy.config.core.v3 import base_pb2
@@ -20,12 +22,17 @@ ISTIO_TLS = "istio"
 
 def subset_labels(proxy: Proxy, host: str, subset: str) -> Mapping[str, str] | None:
     """Labels that a subset selects on; None if no rule defines the subset."""
-    rule = proxy.scope.destination_rule(host, proxy.labels)
+    rule = proxy.destination_rule(host)
     found = rule.subset(subset) if rule else None
     if found is None:
         return None
     labels = found.get("labels")
     return {str(k): str(v) for k, v in labels.items()} if isinstance(labels, Mapping) else {}
+
+
+@cache
+def _meshed() -> Any:
+    return protoconv.struct({"tlsMode": ISTIO_TLS})
 
 
 def _uses_mtls(proxy: Proxy, endpoint: Endpoint, policy: traffic_policy.Policy) -> bool:
@@ -39,12 +46,12 @@ def _uses_mtls(proxy: Proxy, endpoint: Endpoint, policy: traffic_policy.Policy) 
 
 
 def lb_endpoint(proxy: Proxy, endpoint: Endpoint, policy: traffic_policy.Policy) -> Any:
-    filters: dict[str, Mapping[str, Any]] = {}
+    filters: dict[str, Any] = {}
     if _uses_mtls(proxy, endpoint, policy):
-        filters["envoy.transport_socket_match"] = {"tlsMode": ISTIO_TLS}
+        filters["envoy.transport_socket_match"] = _meshed()
     if endpoint.workload:
         parts = (endpoint.workload, endpoint.namespace, endpoint.canonical, endpoint.revision, proxy.node.cluster_id)
-        filters["istio"] = {"workload": ";".join(parts)}
+        filters["istio"] = protoconv.struct({"workload": ";".join(parts)})
     return endpoint_components_pb2.LbEndpoint(
         endpoint=endpoint_components_pb2.Endpoint(
             address=protoconv.socket_address(endpoint.address, endpoint.port),
@@ -55,14 +62,12 @@ def lb_endpoint(proxy: Proxy, endpoint: Endpoint, policy: traffic_policy.Policy)
         ),
         health_status=endpoint.health,
         load_balancing_weight=protoconv.uint32(endpoint.weight or 1),
-        metadata=protoconv.metadata(**filters) if filters else None,
+        metadata=base_pb2.Metadata(filter_metadata=filters) if filters else None,
     )
 
 
 def _for_proxy(proxy: Proxy, endpoint: Endpoint) -> Endpoint | None:
     """The endpoint with the addresses this proxy can reach, None without any."""
-    from dataclasses import replace
-
     if len(endpoint.addresses) == 1:
         return endpoint if not endpoint.is_ip or proxy.node.supports(endpoint.address) else None
     usable = tuple(a for a in endpoint.addresses if proxy.node.supports(a))
@@ -118,19 +123,16 @@ def select(proxy: Proxy, service: Service, port: Port, subset: str, policy: traf
 
 def load_assignment(proxy: Proxy, name: str) -> Any:
     """The ClusterLoadAssignment of one EDS cluster; an unknown name gives an empty one, never silence."""
-    return proxy.memo(("cla", name), lambda: _build(proxy, name))
-
-
-def _build(proxy: Proxy, name: str) -> Any:
-    out = endpoint_pb2.ClusterLoadAssignment(cluster_name=name)
     parsed = protoconv.parse_cluster_name(name)
-    if parsed is None or parsed[0] != "outbound":
-        return out
-    _, number, subset, host = parsed
-    service = proxy.scope.by_host.get(host)
-    port = service.port_by_number(number) if service else None
-    if service is None or port is None or service.resolution != "ClientSideLB":
-        return out
+    service = proxy.scope.by_host.get(parsed[3]) if parsed and parsed[0] == "outbound" else None
+    port = service.port_by_number(parsed[1]) if service and parsed else None
+    if service is None or port is None or service.resolution != "ClientSideLB" or parsed is None:
+        return proxy.memo(("cla", name), lambda: endpoint_pb2.ClusterLoadAssignment(cluster_name=name))
+    return proxy.shared(("cla", name), service, lambda: _build(proxy, name, service, port, parsed[2]))
+
+
+def _build(proxy: Proxy, name: str, service: Service, port: Port, subset: str) -> Any:
+    out = endpoint_pb2.ClusterLoadAssignment(cluster_name=name)
     policy = traffic_policy.for_cluster(proxy, service, port, subset)
     chosen = [e for e in select(proxy, service, port, subset, policy) if e.is_ip or e.address.startswith("unix://")]
     out.endpoints.extend(locality_endpoints(proxy, service, chosen, policy))

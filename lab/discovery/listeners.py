@@ -118,7 +118,7 @@ def _policy_part(policy: Mapping[str, Any] | None, *path: str) -> Any:
 
 
 def _uses_source_ip(proxy: Proxy, host: str, subset_name: str) -> bool:
-    rule = proxy.scope.destination_rule(host, proxy.labels)
+    rule = proxy.destination_rule(host)
     if rule is None:
         return False
     used = bool(_policy_part(rule.traffic_policy, "loadBalancer", "consistentHash", "useSourceIp"))
@@ -141,7 +141,7 @@ def _tcp_filters(
     dynamic_host: str = "",
 ) -> list[Any]:
     """tcp_proxy to one cluster or several, with what the destination's DestinationRule says about TCP."""
-    rule = proxy.scope.destination_rule(host, proxy.labels) if host else None
+    rule = proxy.destination_rule(host) if host else None
     policy = rule.traffic_policy if rule else None
     tunnel = _policy_part(policy, "tunnel")
     if rule is not None and subset:

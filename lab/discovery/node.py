@@ -82,11 +82,7 @@ class Node:
         Both only with ISTIO_DUAL_STACK, which is set in proxyMetadata as for a real agent; else a pod with
         both kinds of addresses is an IPv4 one (istio/istio: pilot/pkg/model/context.go, pkg/features).
         """
-        seen: list[int] = []
-        for ip in self.ips:
-            version = ipaddress.ip_address(ip).version
-            if version not in seen:
-                seen.append(version)
+        seen = list(dict.fromkeys(6 if ":" in ip else 4 for ip in self.ips))
         if len(seen) == 2 and str(self.proxy_metadata.get("ISTIO_DUAL_STACK", "")).lower() not in ("true", "1"):
             return (4,)
         return tuple(seen) or (4,)

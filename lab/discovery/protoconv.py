@@ -35,8 +35,8 @@ def to_any(message: Any) -> Any:
 
 
 def duration(seconds: float) -> Any:
-    nanos = round(seconds * 1_000_000_000)
-    return duration_pb2.Duration(seconds=nanos // 1_000_000_000, nanos=nanos % 1_000_000_000)
+    whole = int(seconds)
+    return duration_pb2.Duration(seconds=whole, nanos=round((seconds - whole) * 1_000_000_000))
 
 
 def uint32(value: int) -> Any:
@@ -48,6 +48,9 @@ def boolean(value: bool) -> Any:
 
 
 def struct(data: Mapping[str, Any]) -> Any:
+    """A Struct; values are strings, numbers, booleans, None, lists or mappings."""
+    if all(type(v) is str for v in data.values()):  # by far the most common, and much quicker so
+        return struct_pb2.Struct(fields={k: struct_pb2.Value(string_value=v) for k, v in data.items()})
     out = struct_pb2.Struct()
     out.update(data)
     return out

@@ -6,9 +6,10 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from lab.discovery.destination_rule import DestinationRule
 from lab.discovery.node import Node
 from lab.discovery.push_context import PushContext
-from lab.discovery.registry import ServiceTarget
+from lab.discovery.registry import Service, ServiceTarget
 from lab.discovery.sidecar_scope import SidecarScope
 from lab.manifests import model
 
@@ -46,6 +47,25 @@ class Proxy:
             node.cluster_id,
             tuple(sorted(self.labels.items())) if self.push.label_sensitive else None,
         )
+
+    def destination_rule(self, host: str) -> DestinationRule | None:
+        """The DestinationRule that governs this proxy's traffic to ``host``."""
+        return self.scope.destination_rule(host, self.labels)
+
+    def shared(self, name: Hashable, service: Service, build: Callable[[], T]) -> T:
+        """``build()``, once per push for all proxies that agree on the service, its rule and their own place.
+
+        Most of what is generated for a service does not depend on the scope that imports it.
+        """
+        node, table = self.node, self.push.memo
+        rule = self.destination_rule(service.host)
+        place = (node.families, node.locality, node.cluster_id)
+        labels = tuple(sorted(self.labels.items())) if rule is not None and node.locality else None
+        full = (name, id(service), id(rule) if rule is not None else 0, place, labels)
+        if full not in table:
+            table[full] = build()
+        found: T = table[full]
+        return found
 
     def memo(self, name: Hashable, build: Callable[[], T]) -> T:
         """``build()``, once per push and outbound key."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Literal
 
 from lab.discovery import node as node_module
@@ -147,6 +148,7 @@ class ServiceTarget:
     target_port: int
 
 
+@lru_cache(maxsize=65536)
 def _is_ip(text: str) -> bool:
     try:
         ipaddress.ip_address(text)

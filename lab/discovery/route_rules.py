@@ -124,7 +124,7 @@ def consistent_hash(proxy: Proxy, host: str, port: int | None, subset: str) -> M
 
     istio/istio: pilot/pkg/networking/core/route/route.go: hashForService, HashForHTTPDestination.
     """
-    rule = proxy.scope.destination_rule(host, proxy.labels)
+    rule = proxy.destination_rule(host)
     if rule is None:
         return {}
 

@@ -152,11 +152,15 @@ def _candidates(proxy: Proxy, listener: EgressListener, port: int) -> list[HostI
                 HostInMaking(
                     f"{service.host}:{service_port.port}",
                     domains_of(service, proxy),
-                    [route_rules.default_route(proxy, service, service_port)],
+                    [_default_route(proxy, service, service_port)],
                     service,
                 )
             )
     return out
+
+
+def _default_route(proxy: Proxy, service: Service, port: Port) -> Any:
+    return proxy.shared(("default_route", port.port), service, lambda: route_rules.default_route(proxy, service, port))
 
 
 def _selected(listener: EgressListener, services: dict[str, Service], port: int) -> list[VirtualService]:
