@@ -234,7 +234,6 @@ def agent_env(mesh: Mesh, pod: Pod) -> dict[str, str]:
     effective = proxy_config(mesh, pod)
     return {
         "PILOT_CERT_PROVIDER": "istiod",
-        "CA_ADDR": "istiod.istio-system.svc:15012",
         "POD_NAME": pod.meta.name,
         "POD_NAMESPACE": pod.meta.namespace,
         "INSTANCE_IP": pod.ip,
@@ -250,5 +249,7 @@ def agent_env(mesh: Mesh, pod: Pod) -> dict[str, str]:
         "ISTIO_META_OWNER": f"kubernetes://apis/{api}/namespaces/{pod.meta.namespace}/{pod.owner_kind.lower()}s/{owner}",
         "ISTIO_META_MESH_ID": str(effective.get("meshId") or config.trust_domain),
         "TRUST_DOMAIN": config.trust_domain,
+        # A control plane without TLS has its CA on the same plaintext port: the agent then uses discoveryAddress.
+        **({} if effective.get("controlPlaneAuthPolicy") == "NONE" else {"CA_ADDR": "istiod.istio-system.svc:15012"}),
         **_metadata(mesh, pod),
     }
