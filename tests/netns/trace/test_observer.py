@@ -49,6 +49,20 @@ def observer(net, tmp_path: Path) -> Iterator[str]:
     assert "sidecarlab-trace" not in net.run("nft", "list", "tables")
 
 
+def test_a_killed_observer_leaves_no_table(net, tmp_path: Path) -> None:
+    params = {"places": {"pod": net.path(net.pod)}, "socket": str(tmp_path / "observer.sock")}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready:
+        ready.bind(str(tmp_path / "notify"))
+        ready.settimeout(20)
+        environ = {**os.environ, "NOTIFY_SOCKET": str(tmp_path / "notify")}
+        process = subprocess.Popen([sys.executable, "-c", START, json.dumps(params)], env=environ)
+        ready.recv(100)
+    assert "sidecarlab-trace" in net.run("nft", "list", "tables")
+    process.kill()
+    process.wait(10)
+    assert "sidecarlab-trace" not in net.run("nft", "list", "tables")
+
+
 def ask(path: str, *questions: dict[str, object]) -> list[dict[str, object]]:
     """Raw lines on one connection, answered in order of asking."""
     with socket.socket(socket.AF_UNIX) as s, s.makefile("rwb") as lines:
