@@ -100,6 +100,7 @@ class FromExpectation(VerdictPart):
     pod: str | None = None
     external: str | None = None
     uid: int | None = None
+    spoof: str | None = None
 
 
 class ToExpectation(VerdictPart):
@@ -109,12 +110,25 @@ class ToExpectation(VerdictPart):
     protocol: str | None = None
 
 
+class ForwardedExpectation(VerdictPart):
+    server: str | None = None
+    captured: bool | None = None
+    zone: int | None = None
+    source_port: int | None = None
+    rule: RuleExpectation | None = None
+
+
 class DnsExpectation(VerdictPart):
     captured: bool | None = None
     redirected_to: int | None = None
     answered_by: str | None = None
     answers: list[str] | None = None
     rule: RuleExpectation | None = None
+    server: str | None = None
+    name: str | None = None
+    rcode: str | None = None
+    zone: int | None = None
+    forwarded: ForwardedExpectation | None = None
 
 
 class OutboundExpectation(VerdictPart):
@@ -144,6 +158,11 @@ class InboundExpectation(VerdictPart):
     filter_chain: str | None = None
     cluster: str | None = None
     peer_seen_by_app: str | None = None
+    route: str | None = None
+    route_name: str | None = None
+    endpoint: str | None = None
+    response_flags: str | None = None
+    details: str | None = None
 
 
 class TlsExpectation(VerdictPart):
@@ -158,7 +177,6 @@ class PacketExpectation(VerdictPart):
     proto: str | None = None
     sport: int | None = None
     dport: int | None = None
-    flags: str | None = None
 
 
 class WireExpectation(VerdictPart):
@@ -170,10 +188,12 @@ class WireExpectation(VerdictPart):
 class OutcomeExpectation(VerdictPart):
     result: Literal["ok", "http-error", "closed", "refused", "timeout", "no-answer", "unreachable"] | None = None
     status: Annotated[int, Field(ge=100, le=599)] | None = None
+    error: str | None = None
+    grpc_status: int | None = None
 
 
 class VerdictExpectation(VerdictPart):
-    """A subset of a verdict; lists compare as sets."""
+    """A subset of a verdict (lab.verdict); lists compare as sets."""
 
     test: str | None = None
     proof: Literal["observed", "predicted"] | None = None
@@ -187,6 +207,7 @@ class VerdictExpectation(VerdictPart):
     tls: TlsExpectation | None = None
     wire: WireExpectation | None = None
     outcome: OutcomeExpectation | None = None
+    far_side: dict[str, object] | None = None
     evidence: dict[str, str] | None = None
 
     @model_validator(mode="after")
