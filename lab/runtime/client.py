@@ -97,6 +97,8 @@ class Place:
         self.pid = 0
         self.pidfd = -1
         self.processes: dict[str, Process] = {}
+        self.known: asyncio.Future[None] = loop.create_future()
+        """Done once it is known whether there is a first process."""
         self.up: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[int] = loop.create_future()
         self._starting: dict[str, tuple[ProcessSpec, asyncio.Future[Process]]] = {}
@@ -150,16 +152,19 @@ class Place:
     def has_started(self, pid: int, pidfd: int) -> None:
         """Called by the zygote's report."""
         self.pid, self.pidfd = pid, pidfd
+        self.known.set_result(None)
 
     def watch(self) -> None:
         """From now on its end is seen on its pidfd: there is no zygote any more that would report it."""
-        if self.pidfd >= 0:
+        if self.pidfd >= 0:  # else it has ended already
             asyncio.get_running_loop().add_reader(self.pidfd, self.has_ended, 128 + signal.SIGKILL)
 
     def has_ended(self, code: int) -> None:
         """Called when the first process has ended, or could not be started; all others went with it."""
         if self.ended.done():
             return
+        if not self.known.done():
+            self.known.set_result(None)
         self._drain()
         asyncio.get_running_loop().remove_reader(self._control)
         self._control.close()
@@ -290,17 +295,22 @@ class Zygote:
                 channel.send(self._control, order, (theirs.fileno(),))
             except OSError as e:
                 place.fail(str(e.strerror))
+                place.has_ended(70)
         await place.wait_up()
         return place
 
     async def stop(self) -> None:
         """Ends all places at once, then the zygote, and waits for them. Nothing is left as a zombie."""
+        starting = [place.known for place in self.places.values()]
+        if starting:  # one that is just being forked would outlive us
+            await asyncio.wait((self.gone, asyncio.gather(*starting)), return_when=asyncio.FIRST_COMPLETED)
         for place in self.places.values():
             place.kill()
         running = [place.ended for place in self.places.values() if place.pid]
         if running:
             await asyncio.wait(running)
         self._lost()
+        self.process.kill()
         await asyncio.to_thread(self.process.wait)
 
     def _readable(self) -> None:
@@ -336,7 +346,10 @@ class Zygote:
             loop.remove_reader(self._control)
             self._control.close()
             for place in self.places.values():
-                place.watch()
+                if place.pid:
+                    place.watch()
+                else:
+                    place.has_ended(70)
 
 
 def clean_environ() -> dict[str, str]:

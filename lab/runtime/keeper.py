@@ -109,7 +109,7 @@ class Keeper:
             spec = replace(spec, env=env)
             pid = os.fork()
         except OSError as e:
-            self._report({"event": "failed", "name": spec.name, "error": f"{e.filename or 'fork'}: {e.strerror}"})
+            self._report({"event": "failed", "name": spec.name, "error": str(e)})
             return
         if pid == 0:
             try:

@@ -1,0 +1,358 @@
+"""Labs from outside: start one, ask it, run something in it, take it down.
+
+Each lab has a process of its own, the supervisor (`lab.supervisor`); this is how commands, tests and programs speak
+with it. Example::
+
+    with lifecycle.running(load(["topologies/quickstart.yaml"])) as lab:
+        lab.inspect()["pods"]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from lab.errors import InputError, LabError
+from lab.fabric import paths, record
+
+if TYPE_CHECKING:
+    from lab.manifests.model import Mesh
+    from lab.runtime import enter
+
+Info = dict[str, Any]
+
+TIMEOUT = 60.0
+"""Seconds that a lab may take to be ready."""
+
+_DRAIN = 40.0
+_STOP = 30.0
+
+
+class Lab:
+    """A running lab. ``info`` is what `inspect` said when it became ready; ``backend`` the iptables back end in use."""
+
+    def __init__(self, name: str, info: Info, process: subprocess.Popen[bytes] | None = None) -> None:
+        self.name = name
+        self.info = info
+        self._process = process
+
+    @classmethod
+    def up(
+        cls,
+        mesh: Mesh,
+        name: str | None = None,
+        iptables: str = "auto",
+        *,
+        timeout: float = TIMEOUT,
+        detach: bool = False,
+    ) -> Lab:
+        """Brings a lab up and returns when all of it is ready.
+
+        Args:
+            mesh: from manifest files (discovery and DNS read them again).
+            name: instead of the mesh's own.
+            iptables: ``auto``, ``legacy``, ``nft`` or ``native-nft``.
+            timeout: how long it may take, in seconds.
+            detach: it outlives this process; otherwise it is taken down when this process ends, however that ends.
+
+        Raises:
+            LabError: it cannot be; what had been made is gone again.
+            KeyboardInterrupt: interrupted; likewise.
+        """
+        _need_root()
+        order = _order(mesh if name is None else replace(mesh, name=name), iptables, timeout, detach)
+        process = _launch(order)
+        try:
+            message = _next_report(process)
+        except BaseException:
+            _let_go(process)
+            raise
+        if message.get("event") != "ready":
+            _let_go(process)
+            raise _error_of(message, order.mesh.name)
+        if detach:
+            _let_go(process)
+            return cls(order.mesh.name, message["info"])
+        return cls(order.mesh.name, message["info"], process)
+
+    @property
+    def backend(self) -> str:
+        return str(self.info["iptables"])
+
+    def inspect(self) -> Info:
+        """What runs now; see `inspect`."""
+        return inspect(self.name)
+
+    def place(self, place: str) -> enter.Place:
+        """A pod (``POD.NAMESPACE``), ``node``, ``outside`` or ``ext-NAME``, to enter."""
+        from lab.runtime import enter
+
+        return enter.find(self.name, place)
+
+    def down(self) -> None:
+        """Takes it down; twice is fine.
+
+        Raises:
+            LabError: something could not be removed.
+        """
+        if self._process is not None:
+            _let_go(self._process)
+            self._process = None
+        record.down(self.name)
+
+    def wait(self) -> None:
+        """Until it has ended, by itself or because somebody took it down.
+
+        Raises:
+            LabError: its process died; its pods may still run.
+        """
+        if self._process is not None:
+            message = _next_report(self._process)
+            _let_go(self._process)
+            self._process = None
+            if message.get("event") != "down":
+                raise _error_of(message, self.name)
+
+
+@contextmanager
+def running(mesh: Mesh, name: str | None = None, iptables: str = "auto", *, timeout: float = TIMEOUT) -> Iterator[Lab]:
+    """A lab for the time of a ``with`` block (see `Lab.up`)."""
+    lab = Lab.up(mesh, name, iptables, timeout=timeout)
+    try:
+        yield lab
+    finally:
+        lab.down()
+
+
+def attach(name: str) -> Lab:
+    """The lab of that name, which runs already.
+
+    Raises:
+        InputError: there is none.
+    """
+    return Lab(name, inspect(name))
+
+
+# --- what the commands do -----------------------------------------------------------------------
+
+
+def run_attached(
+    mesh: Mesh, *, backend: str = "auto", timeout: float = TIMEOUT, on_ready: Callable[[Info], None] = lambda _: None
+) -> int:
+    """``lab up``: runs until Ctrl-C, SIGTERM or ``lab down``; then the lab is down. Returns 0.
+
+    Raises:
+        LabError: it cannot be brought up, or its process died.
+        KeyboardInterrupt: interrupted before it was ready; nothing is left.
+    """
+    with _interruptible():
+        lab = Lab.up(mesh, iptables=backend, timeout=timeout)
+        try:
+            on_ready(lab.info)
+            lab.wait()
+        except KeyboardInterrupt:
+            lab.down()
+    return 0
+
+
+def start_detached(mesh: Mesh, *, backend: str = "auto", timeout: float = TIMEOUT) -> Info:
+    """``lab up -d``: returns what `inspect` says when the lab is ready."""
+    with _interruptible():
+        return Lab.up(mesh, iptables=backend, timeout=timeout, detach=True).info
+
+
+def inspect(name: str) -> Info:
+    """The contract's ``inspect`` of a running lab: ``{"name", "pid", "files", "pods": [...]}`` and more.
+
+    Raises:
+        InputError: no such lab, or it crashed.
+    """
+    return ask(name, {"op": "inspect"})
+
+
+def discovery_status(name: str) -> Info:
+    """What the lab's control plane says of each proxy: versions, acknowledgements and refusals with Envoy's text."""
+    return ask(name, {"op": "discovery"})
+
+
+def restart(name: str, place: str, process: str) -> int:
+    """Starts a process of a pod (``agent``, ``app``) or external host again; its new pid."""
+    return int(ask(name, {"op": "restart", "place": place, "process": process}, timeout=TIMEOUT)["pid"])
+
+
+def drain(name: str) -> None:
+    """SIGTERM to the processes of all pods, and the wait for their ends (at most Kubernetes' 30 s grace).
+
+    A lab that is not there, or has crashed, has nothing to drain.
+    """
+    with suppress(InputError):
+        if record.info(name).state == "running":
+            ask(name, {"op": "drain"}, timeout=_DRAIN)
+
+
+def stop(name: str, *, graceful: bool = False) -> list[str]:
+    """Takes a lab down; what was removed.
+
+    Raises:
+        LabError: something could not be removed.
+    """
+    if graceful:
+        drain(name)
+    return record.down(name, _STOP)
+
+
+def stored_mesh(name: str) -> Mesh:
+    """The mesh of a lab, from its own copy of the manifests.
+
+    Raises:
+        InputError: no such lab.
+    """
+    from lab.manifests.load import load
+
+    record.info(name)
+    return load([paths.manifests_dir(name)], name=name)
+
+
+def exec_in_pod(name: str, pod: str, command: Sequence[str], uid: int) -> int:
+    """``lab exec``: runs a command in a pod (``POD.NAMESPACE`` or ``NAMESPACE/POD``); its exit code.
+
+    Root keeps all capabilities, everybody else has none. A terminal and signals are passed through.
+
+    Raises:
+        InputError: no such pod.
+    """
+    from lab.runtime import enter
+
+    return enter.run_in(enter.find(name, place_name(pod)), list(command), uid=uid)
+
+
+def place_name(pod: str) -> str:
+    """``NAMESPACE/POD`` as ``POD.NAMESPACE``; anything else as it is."""
+    namespace, slash, name = pod.partition("/")
+    return f"{name}.{namespace}" if slash else pod
+
+
+def ask(name: str, question: Mapping[str, object], timeout: float = 10.0) -> Info:
+    """One question on a lab's control socket (`lab.supervisor`), and its answer.
+
+    Raises:
+        InputError: no such lab, or it crashed. LabError: what the lab answers.
+    """
+    path = paths.control_socket(name)
+    try:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(timeout)
+            sock.connect(str(path))
+            sock.sendall(json.dumps(question).encode() + b"\n")
+            with sock.makefile("rb") as lines:
+                answer: Info = json.loads(lines.readline())
+    except (OSError, ValueError) as e:
+        lab = record.info(name)
+        if lab.state == "crashed":
+            raise InputError(
+                f'lab "{name}" has crashed', str(lab.path), "", f"Take it down with lab down {name}"
+            ) from None
+        why = "it is not ready yet" if isinstance(e, FileNotFoundError) else str(e)
+        raise LabError(f'lab "{name}" does not answer', str(path), why) from None
+    if "error" in answer:
+        from lab.supervisor import error_from_json
+
+        raise error_from_json(answer["error"])
+    return answer
+
+
+# --- the supervisor's process ---------------------------------------------------------------------
+
+
+def _order(mesh: Mesh, iptables: str, timeout: float, detach: bool) -> Any:
+    from lab.supervisor import Order
+
+    missing = next((file for file in mesh.files if not Path(file).is_file()), None)
+    if missing is not None or not mesh.files:
+        raise InputError("a lab needs manifest files", missing or "", "discovery and cluster DNS read them, too")
+    return Order(replace(mesh, files=tuple(os.path.abspath(file) for file in mesh.files)), iptables, timeout, detach)
+
+
+def _launch(order: Any) -> subprocess.Popen[bytes]:
+    from lab.runtime.client import clean_environ
+
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "lab.supervisor"],
+        env=clean_environ(),
+        cwd="/",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is for us; the supervisor hears of it by its leash
+    )
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # then its report says why
+        pickle.dump(order, process.stdin)
+        process.stdin.flush()
+    return process
+
+
+def _next_report(process: subprocess.Popen[bytes]) -> Info:
+    """The supervisor's next message; an empty one when it has ended without."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    message: Info = json.loads(line) if line else {}
+    return message
+
+
+def _let_go(process: subprocess.Popen[bytes]) -> None:
+    """Lets the leash go and waits for the end of the process (a detached lab's own process goes on)."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with suppress(BrokenPipeError):
+        process.stdin.close()
+    while process.stdout.read(65536):
+        pass
+    process.stdout.close()
+    process.wait()
+
+
+def _error_of(message: Mapping[str, Any], name: str) -> LabError:
+    if "error" in message:
+        from lab.supervisor import error_from_json
+
+        return error_from_json(message["error"])
+    return LabError(
+        f'the process of lab "{name}" died',
+        why="its pods may still run",
+        next_step=f"Take it down with lab down {name}",
+    )
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM and SIGHUP interrupt as Ctrl-C does, where that can be."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _need_root() -> None:
+    if os.geteuid() != 0:
+        raise InputError("a lab needs root", why="it makes network namespaces and mounts", next_step="Run it with sudo")

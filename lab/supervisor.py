@@ -1,0 +1,693 @@
+"""The process that runs a lab: ``python -m lab.supervisor``, started by `lab.lifecycle` and by nobody else.
+
+It reads its order (a pickled `Order`) from stdin, brings the lab up, answers on its control socket, and takes the lab
+down when it is told to, when it gets SIGTERM, or when stdin ends: stdin is a leash, held by whoever started it, until
+the lab is ready (detached) or for as long as it runs (attached). Progress goes to stdout as JSON lines, one a message:
+``{"event": "ready", "info": ...}``, ``{"event": "error", ...}``, ``{"event": "down"}``.
+
+Control socket (JSON lines): ``inspect``; ``discovery`` (its status); ``drain`` (SIGTERM to every pod's processes, and
+wait); ``stop``; ``restart`` with ``place`` and ``process``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from lab.errors import InputError, LabError, ObservationError
+from lab.fabric import paths, record
+from lab.fabric.record import Record
+from lab.manifests.model import ExternalHost, Mesh, Pod
+from lab.runtime import backend, enter, files, mounts, workload
+from lab.runtime.client import Ended, Place, PlaceSpec, Process, Zygote
+from lab.runtime.spawn import ProcessSpec
+
+_AT_ONCE = 8  # pods that start at the same time: more only take turns on the processors
+_GRACE = 30.0  # seconds a drain may take: Kubernetes' terminationGracePeriodSeconds
+_KEPT_EVENTS = 1000
+_HEALTH_PORT = 15021
+_HEALTH_PAUSE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What to bring up. ``backend`` is what ``--iptables`` takes, ``timeout`` how long it may take in seconds.
+
+    ``detach``: the lab outlives whoever started it.
+    """
+
+    mesh: Mesh
+    backend: str = "auto"
+    timeout: float = 60.0
+    detach: bool = False
+
+
+@dataclass(slots=True)
+class Running:
+    """A pod or external host, as far as it has come."""
+
+    name: str
+    pod: Pod | None = None
+    place: Place | None = None
+    ready: bool = False
+    reason: str = "it has not been started"
+    expected: set[str] = field(default_factory=set)
+    """Processes that were started and should run."""
+
+
+class Supervisor:
+    """One lab, from its record to its end. Lives in one event loop."""
+
+    def __init__(self, order: Order, known: Record) -> None:
+        self._order = order
+        self._mesh = order.mesh
+        self._lab = known.name
+        self._record = known
+        self._log = _Log(files.log(known.name, "lab"), sys.stderr if not order.detach else None)
+        self._backend = order.backend
+        self._pods = {pod.name: Running(pod.name, pod) for pod in self._mesh.pods}
+        self._hosts = {name: Running(name) for name in map(_place_of, self._mesh.external_hosts)}
+        self._events: deque[dict[str, object]] = deque(maxlen=_KEPT_EVENTS)
+        self._zygote: Zygote | None = None
+        self._node: Place | None = None
+        self._fabric: asyncio.Future[None] | None = None
+        self._control: asyncio.Server | None = None
+        self._ending = False
+        self._started = time.monotonic()
+        self.stopped = asyncio.Event()
+        """Set when the lab is to be taken down."""
+        self._down: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._answers: set[asyncio.Task[None]] = set()
+
+    # --- up ---------------------------------------------------------------------------------
+
+    async def up(self) -> None:
+        """Everything, in order; what does not depend on each other at the same time.
+
+        Raises:
+            LabError: what failed first; the caller takes down what there is.
+        """
+        self._store_manifests()
+        expose = mounts.program_paths(_binary_directories(self._mesh))
+        self._backend = await asyncio.to_thread(backend.choose, self._order.backend)
+        modules = workload.ZYGOTE_MODULES + (workload.LEGACY_MODULES if self._backend == "legacy" else ())
+        self._zygote = Zygote.launch(modules, self._record.environ, files.log(self._lab, "zygote"))
+        self._record.add_process(self._zygote.process.pid, "zygote")
+        self._fabric = asyncio.ensure_future(asyncio.to_thread(_build_fabric, self._mesh, self._record))
+        files.notify_dir(self._lab).mkdir()
+        for running in (*self._pods.values(), *self._hosts.values()):
+            self._make_directory(running)
+        await _all(self._zygote.wait_ready(), asyncio.shield(self._fabric))
+        self._node = await self._start_place(workload.node_place(self._lab))
+        services = asyncio.ensure_future(self._start_services(self._node))
+        try:
+            await self._start_all(expose, services)
+        finally:
+            services.cancel()
+        self._log.write("ready", pods=len(self._pods), iptables=self._backend, seconds=f"{self._seconds():.2f}")
+        await self._listen()
+
+    async def _start_services(self, node: Place) -> None:
+        specs = (
+            workload.discovery(self._lab, self._mesh),
+            workload.cluster_dns(self._lab, self._mesh),
+            workload.observer(self._lab),
+        )
+        await _all(*(self._start_service(node, spec) for spec in specs))
+
+    async def _start_service(self, node: Place, spec: ProcessSpec) -> None:
+        process = await node.spawn(spec)
+        try:
+            await process.wait_ready()
+        except Ended as ended:
+            log = files.log(self._lab, spec.name)
+            raise LabError(f"{spec.name} did not start", why=_why(log, ended.code)) from None
+
+    async def _start_all(self, expose: tuple[str, ...], services: asyncio.Future[None]) -> None:
+        turns = asyncio.Semaphore(_AT_ONCE)
+        hosts = {_place_of(host): host for host in self._mesh.external_hosts}
+
+        async def start(running: Running) -> None:
+            async with turns:
+                if running.pod is not None:
+                    await self._start_pod(running, running.pod, expose, services)
+                else:
+                    await self._start_host(running, hosts[running.name], expose)
+            running.ready, running.reason = True, ""
+
+        everything = (*self._pods.values(), *self._hosts.values())
+        try:
+            async with asyncio.timeout(self._order.timeout):
+                await _all(asyncio.shield(services), *map(start, everything))
+        except TimeoutError:
+            if not services.done():
+                raise LabError(
+                    f"the lab was not ready after {self._order.timeout:g} s", why="discovery is not"
+                ) from None
+            late = next(r for r in everything if not r.ready)
+            raise await self._not_ready(late, f"after {self._order.timeout:g} s {late.reason}") from None
+
+    async def _start_pod(
+        self, running: Running, pod: Pod, expose: tuple[str, ...], services: asyncio.Future[None]
+    ) -> None:
+        running.reason = "its namespaces were not made"
+        place = running.place = await self._start_place(workload.pod_place(self._lab, self._mesh, pod, expose))
+        init = workload.init(self._mesh, pod, self._backend)
+        if init is not None:
+            running.reason = "init has not ended"
+            code = await place.run(init)
+            if code:
+                raise await self._not_ready(running, f"init: {_why(files.init_log(self._lab, pod.name), code)}")
+        running.reason = "discovery was not ready"
+        await asyncio.shield(services)
+        await self._observe(pod.name)
+        agent = workload.agent(self._mesh, pod)
+        specs = ([agent] if agent else []) + list(workload.apps(self._mesh, pod))
+        running.reason = f"it waits for {' and '.join(spec.name for spec in specs)}"
+        await _all(*(self._start_process(running, spec) for spec in specs))
+        if agent is not None:
+            running.reason = f"port {_HEALTH_PORT} does not say that it is ready"
+            await self._healthy(pod.ip, int(agent.env.get("ENVOY_STATUS_PORT", _HEALTH_PORT)))
+
+    async def _start_host(self, running: Running, host: ExternalHost, expose: tuple[str, ...]) -> None:
+        spec = workload.external_place(self._lab, self._mesh, host, expose)
+        running.place = await self._start_place(spec)
+        await self._start_process(running, workload.external_app(host))
+
+    async def _start_process(self, running: Running, spec: ProcessSpec) -> Process:
+        """Starts a process and waits until it is ready, or for what says nothing, until it has started."""
+        assert running.place is not None
+        process = await running.place.spawn(spec)
+        running.expected.add(spec.name)
+        if spec.notify:
+            try:
+                await process.wait_ready()
+            except Ended as ended:
+                log = self._log_of(running, spec.name)
+                raise await self._not_ready(running, f"{spec.name}: {_why(log, ended.code)}") from None
+        return process
+
+    async def _start_place(self, spec: PlaceSpec) -> Place:
+        assert self._zygote is not None
+        place = await self._zygote.start(spec, self._process_ended)
+        process = record.ProcessId.of(place.pid)
+        if process is not None:
+            self._record.add("process", pid=process.pid, starttime=process.starttime, role="keeper", place=spec.name)
+        place.ended.add_done_callback(lambda _: self._place_ended(spec.name))
+        return place
+
+    async def _observe(self, place: str) -> None:
+        """After init, so that init finds no rules but its own; before the first packet of agent and app."""
+        netns = str(paths.netns_path(self._lab, place))
+        answer = await ask(files.observer_socket(self._lab), {"op": "attach", "place": place, "netns": netns})
+        if not answer.get("ok"):
+            raise LabError(f"pod {place} cannot be observed", why=str(answer.get("error")))
+        for what, why in dict(answer.get("missing") or {}).items():
+            self._log.write("not-observable", place=place, what=what, why=why)
+
+    async def _healthy(self, address: str, port: int) -> None:
+        """One GET from the node, as a kubelet makes it; again only where the answer is not yes."""
+        request = f"GET /healthz/ready HTTP/1.1\r\nHost: {address}:{port}\r\nConnection: close\r\n\r\n".encode()
+        while True:
+            with suppress(OSError):
+                if b" 200 " in await self._fetch(address, port, request):
+                    return
+            await asyncio.sleep(_HEALTH_PAUSE)
+
+    async def _fetch(self, address: str, port: int, request: bytes) -> bytes:
+        with enter.netns(paths.netns_path(self._lab, paths.NODE)):
+            sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        sock.setblocking(False)
+        loop = asyncio.get_running_loop()
+        with sock:
+            await loop.sock_connect(sock, (address, port))
+            await loop.sock_sendall(sock, request)
+            return await loop.sock_recv(sock, 256)
+
+    async def _not_ready(self, running: Running, reason: str) -> LabError:
+        kind = "pod" if running.pod is not None else "external host"
+        nack = (await self._nacks()).get(running.name)
+        if nack:
+            reason = f"{reason}; its Envoy rejected {nack}"
+        elif running.pod is not None and running.pod.injected and "agent" in running.expected:
+            last = last_error(files.agent_log(self._lab, running.name))
+            reason = f"{reason}; the agent's last word: {last}" if last and last not in reason else reason
+        return InputError(f"{kind} {running.name} did not become ready", why=reason)
+
+    def _store_manifests(self) -> None:
+        """Copies in the order in which they were read: order decides who is oldest."""
+        directory = paths.manifests_dir(self._lab)
+        directory.mkdir()
+        for number, file in enumerate(self._mesh.files):
+            try:
+                shutil.copyfile(file, directory / f"{number:04d}-{_yaml_name(file)}")
+            except OSError as e:
+                raise InputError("a manifest cannot be read again", file, str(e.strerror)) from None
+
+    def _make_directory(self, running: Running) -> None:
+        directory = paths.pod_dir(self._lab, running.name)
+        directory.parent.mkdir(exist_ok=True)
+        for owned in workload.pod_files(running.pod) if running.pod else workload.external_files():
+            path = directory / owned.path
+            if owned.text is None:
+                path.mkdir()
+            else:
+                path.write_text(owned.text)
+            os.chown(path, owned.uid, owned.uid)
+
+    # --- while it runs ----------------------------------------------------------------------
+
+    def _process_ended(self, place: Place, process: Process) -> None:
+        if process.name == "init":
+            return
+        running = self._running(place.name)
+        unexpected = not self._ending and (running is None or process.name in running.expected)
+        if running is not None:
+            running.expected.discard(process.name)
+            if running.ready:
+                running.ready, running.reason = False, f"{process.name} has ended"
+        code = process.exited.result()
+        self._event("process-ended", place.name, process=process.name, code=code, unexpected=unexpected)
+
+    def _place_ended(self, name: str) -> None:
+        running = self._running(name)
+        if running is not None:
+            running.ready, running.reason = False, "its first process has ended"
+            running.expected.clear()
+        if not self._ending:
+            self._event("place-ended", name, unexpected=True)
+
+    def _event(self, what: str, place: str, **fields: object) -> None:
+        self._events.append({"time": time.time(), "event": what, "place": place, **fields})
+        self._log.write(what, place=place, **fields)
+
+    def _running(self, place: str) -> Running | None:
+        return self._pods.get(place) or self._hosts.get(place)
+
+    def _log_of(self, running: Running, process: str) -> Path:
+        if process == "agent":
+            return files.agent_log(self._lab, running.name)
+        return files.app_log(self._lab, running.name, process)
+
+    async def inspect(self) -> dict[str, Any]:
+        """The contract's shape, and more."""
+        nacks = await self._nacks()
+        return {
+            "name": self._lab,
+            "pid": os.getpid(),
+            "files": list(self._mesh.files),
+            "iptables": self._backend,
+            "directory": str(paths.run_dir(self._lab)),
+            "pods": [self._pod_info(running, nacks) for running in self._pods.values()],
+            "external_hosts": [
+                {
+                    "name": host.meta.name,
+                    "addresses": list(host.addresses),
+                    "ready": self._hosts[_place_of(host)].ready,
+                    "pids": {"app": _pid(self._hosts[_place_of(host)].place, "app")},
+                }
+                for host in self._mesh.external_hosts
+            ],
+            "services": {name: _pid(self._node, name) for name in ("discovery", "dns", "observer")},
+            "events": list(self._events),
+        }
+
+    def _pod_info(self, running: Running, nacks: Mapping[str, str]) -> dict[str, Any]:
+        pod = running.pod
+        assert pod is not None
+        agent = _pid(running.place, "agent")
+        apps = [spec.name for spec in workload.apps(self._mesh, pod)]
+        return {
+            "name": pod.meta.name,
+            "namespace": pod.meta.namespace,
+            "ip": pod.ip,
+            "ips": list(pod.ips),
+            "injected": pod.injected,
+            "ports": [p.port for c in pod.containers for p in c.ports],
+            "ready": running.ready,
+            "reason": running.reason or None,
+            "pids": {
+                "agent": agent,
+                "envoy": next(iter(children(agent, "envoy")), None) if agent else None,
+                "app": _pid(running.place, "app"),
+                "init": running.place.pid if running.place else None,
+                **{name: _pid(running.place, name) for name in apps[1:]},
+            },
+            "nack": nacks.get(pod.name),
+        }
+
+    async def _nacks(self) -> dict[str, str]:
+        """Per pod what its Envoy rejected, in Envoy's words (node id: TYPE~IP~POD.NAMESPACE~DOMAIN)."""
+        try:
+            status = await ask(files.discovery_socket(self._lab), {"op": "status"}, timeout=2.0)
+        except LabError:
+            return {}
+        found = {}
+        for node, proxy in dict(status.get("proxies") or {}).items():
+            nack, parts = proxy.get("nack"), node.split("~")
+            if nack and len(parts) == 4:
+                found[parts[2]] = f"{nack['type']}: {nack['error']}"
+        return found
+
+    async def drain(self) -> dict[str, Any]:
+        """SIGTERM to all processes of all pods, as a node does that shuts down; waits for their ends."""
+        self._ending = True
+        processes = [
+            process
+            for running in self._pods.values()
+            if running.place is not None
+            for process in running.place.processes.values()
+            if process.running
+        ]
+        for process in processes:
+            process.signal(signal.SIGTERM)
+        if processes:
+            await asyncio.wait([process.exited for process in processes], timeout=_GRACE)
+        left = [process.pid for process in processes if process.running]
+        return {"drained": len(processes) - len(left), "left": left}
+
+    async def restart(self, name: str, process: str) -> dict[str, Any]:
+        """Starts a process of a place again, with what it was started with; ends it first if it runs."""
+        running = self._running(name)
+        old = running.place.processes.get(process) if running is not None and running.place is not None else None
+        if running is None or old is None:
+            raise InputError(f"there is no process {process} in {name}", f"lab {self._lab}")
+        running.expected.discard(process)
+        old.signal(signal.SIGKILL)
+        await old.exited
+        new = await asyncio.wait_for(self._start_process(running, old.spec), self._order.timeout)
+        if running.place is not None and not running.place.ended.done():
+            running.ready, running.reason = True, ""
+        return {"pid": new.pid}
+
+    # --- control socket ---------------------------------------------------------------------
+
+    async def _listen(self) -> None:
+        path = paths.control_socket(self._lab)
+        self._control = await asyncio.start_unix_server(self._converse, str(path), limit=1 << 20)
+        path.chmod(0o600)
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._answers.add(task)
+        try:
+            while line := await reader.readline():
+                answer = await self._answer(line)
+                writer.write(json.dumps(answer, separators=(",", ":"), default=str).encode() + b"\n")
+                await writer.drain()
+        except (ConnectionError, ValueError):
+            pass  # gone, or a line without end
+        finally:
+            self._answers.discard(task)
+            writer.close()
+
+    async def _answer(self, line: bytes) -> dict[str, Any]:
+        try:
+            request = json.loads(line)
+            match request.get("op"):
+                case "inspect":
+                    return await self.inspect()
+                case "discovery":
+                    return await ask(files.discovery_socket(self._lab), {"op": "status"})
+                case "drain":
+                    return await self.drain()
+                case "restart":
+                    return await self.restart(str(request["place"]), str(request["process"]))
+                case "stop":
+                    self.stopped.set()
+                    await asyncio.shield(self._down)
+                    return {"down": self._lab}
+                case op:
+                    raise InputError(f"unknown request {op!r}")
+        except LabError as e:
+            return {"error": error_to_json(e)}
+        except (ValueError, KeyError, AttributeError) as e:
+            return {"error": error_to_json(InputError("bad request", why=str(e)))}
+
+    # --- down -------------------------------------------------------------------------------
+
+    async def down(self) -> None:
+        """Takes everything away, however far it came.
+
+        Raises:
+            LabError: something could not be removed.
+        """
+        self._ending = True
+        if self._control is not None:
+            self._control.close()
+        if self._fabric is not None:
+            await asyncio.wait([self._fabric])  # a thread cannot be interrupted, and would make things again
+            self._fabric.exception()
+        if self._zygote is not None:
+            await self._zygote.stop()
+        self._log.write("down", seconds=f"{self._seconds():.2f}")
+        self._log.close()
+        self._record.close()
+        record.down(self._lab)
+        if not self._down.done():
+            self._down.set_result(None)
+        if self._answers:  # whoever asked for it hears that it is done
+            await asyncio.wait(self._answers, timeout=1.0)
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._started
+
+
+class _Log:
+    """Structured lines: ``TIME EVENT key=value ...``, to the lab's log and, while attached, to a stream."""
+
+    def __init__(self, path: Path, stream: TextIO | None) -> None:
+        path.parent.mkdir(exist_ok=True)
+        self._file = path.open("a", buffering=1)
+        self.stream = stream
+
+    def write(self, event: str, **fields: object) -> None:
+        values = " ".join(f"{key}={_quoted(value)}" for key, value in fields.items())
+        line = f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {event} {values}\n"
+        with suppress(OSError, ValueError):  # a full disk, a closed terminal
+            self._file.write(line)
+        if self.stream is not None and event not in ("ready", "down"):
+            with suppress(OSError, ValueError):
+                self.stream.write(f"lab: {event} {values}\n")
+                self.stream.flush()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._file.close()
+
+
+def _quoted(value: object) -> str:
+    text = str(value)
+    return text if text and not set(text) & set(' ="\n') else json.dumps(text)
+
+
+# --- small things -----------------------------------------------------------------------------
+
+
+def _place_of(host: ExternalHost) -> str:
+    return paths.external_place(host.meta.name)
+
+
+def _build_fabric(mesh: Mesh, known: Record) -> None:
+    from lab.fabric import build, plan
+
+    build.build(plan.plan(mesh), known)
+
+
+def _binary_directories(mesh: Mesh) -> list[str]:
+    """Where Envoys lie that the manifests name."""
+    configs = [mesh.mesh_config.default_config, *(pod.proxy_config for pod in mesh.pods)]
+    binaries = [config.get("binaryPath") for config in configs]
+    return [os.path.dirname(path) for path in binaries if isinstance(path, str) and os.path.isabs(path)]
+
+
+def _yaml_name(file: str) -> str:
+    path = Path(file)
+    return path.name if path.suffix in (".yaml", ".yml") else f"{path.name}.yaml"
+
+
+async def _all(*work: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
+    """Waits for all of them; the first failure cancels the others and is raised as it is."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _pid(place: Place | None, name: str) -> int | None:
+    process = place.processes.get(name) if place is not None else None
+    return process.pid if process is not None and process.running else None
+
+
+def children(pid: int, command: str) -> list[int]:
+    """The children of a process that ps calls ``command``."""
+    found: list[str] = []
+    with suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            found += Path(f"/proc/{pid}/task/{task}/children").read_text().split()
+    return [int(child) for child in found if _command(child) == command]
+
+
+def _command(pid: str) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
+
+
+def _why(log: Path, code: int) -> str:
+    last = last_error(log)
+    return f"it ended with {code}: {last}" if last else f"it ended with {code} and without a word"
+
+
+def last_error(log: Path) -> str:
+    """The last line of a log that speaks of an error, else its last line, else nothing; at most 500 characters."""
+    try:
+        with log.open("rb") as f:
+            f.seek(max(0, f.seek(0, os.SEEK_END) - 65536))
+            lines = [line.strip() for line in f.read().decode(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        return ""
+    bad = [line for line in lines if any(word in line.lower() for word in ("error", "critical", "fatal", "fail"))]
+    return (bad or lines or [""])[-1][:500]
+
+
+async def ask(path: Path, question: Mapping[str, object], timeout: float = 10.0) -> dict[str, Any]:
+    """One question on a JSON-lines socket of the lab, and its answer.
+
+    Raises:
+        LabError: nobody answers.
+    """
+    try:
+        async with asyncio.timeout(timeout):
+            reader, writer = await asyncio.open_unix_connection(str(path), limit=1 << 26)
+            try:
+                writer.write(json.dumps(question).encode() + b"\n")
+                answer: dict[str, Any] = json.loads(await reader.readline())
+                return answer
+            finally:
+                writer.close()
+    except (OSError, TimeoutError, ValueError) as e:
+        raise LabError("no answer", str(path), str(e) or type(e).__name__) from None
+
+
+def error_to_json(error: LabError) -> dict[str, str]:
+    """An error for a message; `error_from_json` makes it one again."""
+    kind = type(error).__name__
+    return {"kind": kind, "what": error.what, "where": error.where, "why": error.why, "next_step": error.next_step}
+
+
+def error_from_json(data: Mapping[str, str]) -> LabError:
+    """The error that `error_to_json` was given."""
+    kinds: dict[str, type[LabError]] = {"InputError": InputError, "ObservationError": ObservationError}
+    kind = kinds.get(data["kind"], LabError)
+    return kind(data["what"], data["where"], data["why"], data["next_step"])
+
+
+# --- the process ------------------------------------------------------------------------------
+
+
+class _Interrupted(Exception):
+    """Told to stop before the lab was ready."""
+
+
+def main() -> int:
+    """Runs one lab to its end."""
+    order: Order = pickle.load(sys.stdin.buffer)
+    if order.detach and os.fork():
+        os._exit(0)  # whoever waits for us may go on; the lab's parent is init
+    reports = os.fdopen(os.dup(1), "w", buffering=1)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 1)  # what is printed by accident must not look like a report
+
+    def say(message: Mapping[str, object]) -> None:
+        with suppress(OSError, ValueError):
+            reports.write(json.dumps(message, default=str) + "\n")
+            reports.flush()
+
+    def let_go() -> None:
+        """Detached: nothing of whoever started us stays open."""
+        os.dup2(null, 0)
+        os.dup2(null, 2)
+        reports.close()
+
+    try:
+        known = Record.create(order.mesh.name)
+        asyncio.run(_run(order, known, say, let_go))
+    except LabError as e:
+        say({"event": "error", "error": error_to_json(e)})
+        return e.exit_code
+    except Exception as e:
+        traceback.print_exc()
+        why = f"{type(e).__name__}: {e}"
+        say({"event": "error", "error": error_to_json(LabError("the lab's process failed", why=why))})
+        return 1
+    say({"event": "down"})
+    return 0
+
+
+async def _run(
+    order: Order, known: Record, say: Callable[[Mapping[str, object]], None], let_go: Callable[[], None]
+) -> None:
+    loop = asyncio.get_running_loop()
+    try:
+        supervisor = Supervisor(order, known)
+    except BaseException:
+        known.close()
+        record.down(known.name)
+        raise
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(number, supervisor.stopped.set)
+    loop.add_reader(0, lambda: _leash(loop, supervisor.stopped))
+    try:
+        await _until_ready(supervisor)
+        say({"event": "ready", "info": await supervisor.inspect()})
+        if order.detach:
+            loop.remove_reader(0)
+            let_go()
+        await supervisor.stopped.wait()
+    except _Interrupted:
+        pass
+    finally:
+        await supervisor.down()
+
+
+def _leash(loop: asyncio.AbstractEventLoop, stopped: asyncio.Event) -> None:
+    if not os.read(0, 4096):
+        loop.remove_reader(0)
+        stopped.set()
+
+
+async def _until_ready(supervisor: Supervisor) -> None:
+    up = asyncio.ensure_future(supervisor.up())
+    stopped = asyncio.ensure_future(supervisor.stopped.wait())
+    try:
+        await asyncio.wait((up, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if not up.done():
+            raise _Interrupted
+        await up
+    finally:
+        for task in (up, stopped):
+            task.cancel()
+        await asyncio.gather(up, stopped, return_exceptions=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
