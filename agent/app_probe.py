@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
+from agent import grpc_health
 from agent.errors import AgentError
 from agent.http import Headers, HTTPError, Request, Response, Target, connect, fetch, text_response
 
@@ -160,30 +161,16 @@ class AppProber:
         return True
 
     async def _grpc(self, prober: Prober, agent: str) -> bool:
-        import grpc
-        import grpc.aio
-
         if prober.timeout <= 0:
             log.error("grpc request not finished within timeout: timeoutSeconds is 0")
             return False
-        options = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
-        if agent:
-            options.append(("grpc.primary_user_agent", agent))  # type: ignore[arg-type]
         try:
-            async with (
-                asyncio.timeout(prober.timeout),
-                self._relay(prober) as address,
-                grpc.aio.insecure_channel(address, options=options) as channel,
-            ):
-                check = channel.unary_unary("/grpc.health.v1.Health/Check")
-                answer: bytes = await check(_health_request(prober.service), timeout=prober.timeout)
-        except grpc.aio.AioRpcError as error:
-            log.error("grpc probe failed: %s %s", error.code().name, error.details())
-            return False
-        except (OSError, TimeoutError) as error:
+            async with asyncio.timeout(prober.timeout), self._relay(prober) as address:
+                await grpc_health.check(address, prober.service, prober.timeout, agent)
+        except (grpc_health.Unhealthy, OSError, TimeoutError) as error:
             log.error("grpc probe failed: %s", error or "timeout")
             return False
-        return answer == _SERVING
+        return True
 
     @contextlib.asynccontextmanager
     async def _relay(self, prober: Prober) -> AsyncIterator[str]:
@@ -220,18 +207,6 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         pass
     finally:
         writer.close()
-
-
-# grpc.health.v1.HealthCheckResponse{status: SERVING} (grpc/grpc-proto: grpc/health/v1/health.proto).
-_SERVING = b"\x08\x01"
-
-
-def _health_request(service: str) -> bytes:
-    """grpc.health.v1.HealthCheckRequest: field 1 is the service's name."""
-    from google.protobuf.wrappers_pb2 import StringValue
-
-    data: bytes = StringValue(value=service).SerializeToString()
-    return data
 
 
 def _content_type(response: Response) -> Headers:

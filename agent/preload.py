@@ -15,7 +15,9 @@ import uvloop
 
 import agent.app_probe
 import agent.cli
+import agent.debug_port
 import agent.dns.server
+import agent.health_check
 import agent.options
 import agent.run
 import agent.sds

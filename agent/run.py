@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from agent import options as agent_options
@@ -23,6 +24,7 @@ from agent.dns.server import DNSOptions, DNSServer
 from agent.dns.table import ProxyNames
 from agent.envoy import EnvoyProcess, envoy_args, envoy_environment, find_binary
 from agent.errors import AgentError
+from agent.grpc_bootstrap import DEFAULT_PATH, GRPCReadiness, build_grpc_bootstrap, write_grpc_bootstrap
 from agent.lifecycle import DrainOptions, ProxyAgent
 from agent.metrics import Metrics
 from agent.node import Node
@@ -35,6 +37,7 @@ from agent.scrape import Scraper, parse_scrape_config
 from agent.status import StatusServer
 
 if TYPE_CHECKING:
+    from agent.debug_port import DebugPort
     from agent.sds import SDSServer
     from agent.secrets import SecretManager
     from agent.xds_proxy import XdsProxy
@@ -85,13 +88,18 @@ class Agent:
         self._xds: XdsProxy | None = None
         self._secrets: SecretManager | None = None
         self._sds: SDSServer | None = None
+        self._debug_port: DebugPort | None = None
         self._serve_only_files = False
+        self._tasks: list[asyncio.Task[None]] = []
         self._proxy_agent: ProxyAgent | None = None
         if envoy is not None:
             self._proxy_agent = ProxyAgent(envoy, self._admin, self._drain_options())
-        checks = (
-            [] if self._dns is None else [lambda: "" if self._dns and self._dns.ready else "istio DNS is not ready"]
-        )
+        self._grpc_bootstrap = env.string("GRPC_XDS_BOOTSTRAP", DEFAULT_PATH)
+        checks: list[Callable[[], str]] = []
+        if self._grpc_bootstrap:
+            checks.append(GRPCReadiness(self._grpc_bootstrap).check)
+        if self._dns is not None:
+            checks.append(self._dns.check_ready)
         self._readiness = Readiness(EnvoyReadiness(self._admin) if envoy is not None else None, checks)
         targets = parse_scrape_config(
             env.lookup("ISTIO_PROMETHEUS_ANNOTATIONS") if options.sidecar else None, options.config.status_port
@@ -153,7 +161,6 @@ class Agent:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
-        watcher: asyncio.Task[None] | None = None
         bootstrap = ""
         try:
             if self.options.config.status_port > 0:
@@ -162,28 +169,55 @@ class Agent:
                 await self._dns.start()
             await self._start_sds()
             await self._start_xds()
-            watcher = asyncio.create_task(self._watch_readiness())
+            node = self._make_node()
+            if self._grpc_bootstrap:
+                self._write_grpc_bootstrap(node)
+            self._spawn(self._watch_readiness())
+            self._start_health_check()
             if self._envoy is None or self._proxy_agent is None:
                 await self._cancelled.wait()
                 return
-            from agent.security import socket_is_alive
-
-            node = agent_options.make_node(
-                self.options,
-                credential_socket=socket_is_alive(paths.CREDENTIAL_SOCKET),
-                file_credentials=self._serve_only_files,
-            )
             bootstrap = await self._start_envoy(node)
             await self._proxy_agent.run(self._cancelled)
         finally:
             if self._readiness.envoy is not None:
                 self._readiness.envoy.terminated = True
-            if watcher is not None:
-                watcher.cancel()
-                await asyncio.gather(watcher, return_exceptions=True)
             await self._stop()
             if bootstrap:
                 _remove(bootstrap)
+
+    def _spawn(self, job: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.create_task(job))
+
+    def _make_node(self) -> Node:
+        from agent.security import socket_is_alive
+
+        return agent_options.make_node(
+            self.options,
+            credential_socket=socket_is_alive(paths.CREDENTIAL_SOCKET),
+            file_credentials=self._serve_only_files,
+        )
+
+    def _write_grpc_bootstrap(self, node: Node) -> None:
+        socket = os.path.join(self.options.config.config_path, XDS_SOCKET)
+        certificates = self.options.environment.string("OUTPUT_CERTS")
+        write_grpc_bootstrap(self._grpc_bootstrap, build_grpc_bootstrap(node, socket, certificates))
+
+    def _start_health_check(self) -> None:
+        config = self.options.config
+        if not config.HasField("readiness_probe") or self._xds is None:
+            return
+        from agent.health_check import WorkloadHealthCheck
+
+        legacy = self.options.environment.boolean("REWRITE_PROBE_LEGACY_LOCALHOST_DESTINATION", False)
+        check = WorkloadHealthCheck(
+            config.readiness_probe,
+            self._readiness.envoy,
+            "localhost" if legacy or not self.options.addresses else self.options.addresses[0],
+            ipv6=self.options.ipv6,
+            report=self._xds.send_health,
+        )
+        self._spawn(check.run())
 
     def _keepalive(self) -> tuple[float, float]:
         env = self.options.environment
@@ -223,7 +257,7 @@ class Agent:
         self._secrets.start()
 
     async def _start_xds(self) -> None:
-        from agent import upstream
+        from agent import debug_port, upstream
         from agent.protos import nds_pb2
         from agent.xds_proxy import NAME_TABLE_TYPE, PROXY_CONFIG_TYPE, Handler, XdsProxy
 
@@ -256,6 +290,9 @@ class Agent:
             await self._xds.start(self._server_options())
         except OSError as error:
             raise AgentError("failed to start xds proxy", error) from None
+        if env.boolean("PROXY_XDS_DEBUG_VIA_AGENT", True):
+            self._debug_port = debug_port.DebugPort(self._xds, self.options.localhost)
+            await self._debug_port.start(env.integer("PROXY_XDS_DEBUG_VIA_AGENT_PORT", debug_port.PORT))
 
     def _xds_request(self, type_url: str, nonce: str, error: str) -> None:
         from agent.xds_proxy import LISTENER_TYPE
@@ -333,6 +370,11 @@ class Agent:
         await self._proxy_agent.drain_now()
 
     async def _stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._debug_port is not None:
+            await self._debug_port.stop()
         if self._xds is not None:
             await self._xds.stop()
         if self._secrets is not None:

@@ -141,6 +141,10 @@ class DNSServer:
         """True once a table has come."""
         return self._table is not None
 
+    def check_ready(self) -> str:
+        """Empty once a table has come, else the reason for readiness to fail."""
+        return "" if self.ready else "istio DNS is not ready: no name table received"
+
     @property
     def names(self) -> ProxyNames:
         return self._names
