@@ -33,17 +33,20 @@ class Cancelled(Exception):
 
 
 class Stop:
-    """Tells work in another thread that nobody waits for its result any more."""
+    """Tells work in another thread that nobody waits for its result any more.
+
+    A plain flag: `set` is called by signal handlers, which may interrupt one another, so it must not take a lock.
+    """
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._set = False
 
     def set(self) -> None:
-        self._event.set()
+        self._set = True
 
     def check(self) -> None:
         """Raises `Cancelled` once the caller was interrupted."""
-        if self._event.is_set():
+        if self._set:
             raise Cancelled
 
 
