@@ -146,6 +146,8 @@ def _xtables(config: Config, tools: Tools, result: Result) -> None:
         for family in FAMILIES
         for drift in state.compare(family, built.family(family), dumps[family], partial(backend.ages, family))
     ]
+    if config.docker_resolver:
+        result.drift += _behind_docker(dumps["ipv4"])
     if not result.drift and not config.force_apply:
         result.action = "unchanged"
         return
@@ -288,6 +290,24 @@ def _with_docker(config: Config, tools: Tools, kind: xtables.Kind, dump: state.D
         )
         return config._replace(docker_resolver=True)
     return config
+
+
+def _behind_docker(dump: state.Dump) -> list[state.Drift]:
+    """Our jump is there, but Docker's comes first and would take the query."""
+    found = [text for text in dump.chain("nat", "OUTPUT") if jump(text) in (DOCKER_CHAIN, "ISTIO_OUTPUT")]
+    targets = [jump(text) for text in found]
+    if "ISTIO_OUTPUT" not in targets or targets.index("ISTIO_OUTPUT") < targets.index(DOCKER_CHAIN):
+        return []
+    return [
+        state.Drift(
+            "ipv4",
+            "nat",
+            "OUTPUT",
+            "in-front",
+            tuple(sorted(found, key=lambda text: jump(text) == DOCKER_CHAIN)),
+            tuple(found),
+        )
+    ]
 
 
 def _jumps_to_docker(dump: state.Dump) -> bool:
