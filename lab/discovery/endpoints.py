@@ -127,8 +127,9 @@ def load_assignment(proxy: Proxy, name: str) -> Any:
     service = proxy.scope.by_host.get(parsed[3]) if parsed and parsed[0] == "outbound" else None
     port = service.port_by_number(parsed[1]) if service and parsed else None
     if service is None or port is None or service.resolution != "ClientSideLB" or parsed is None:
-        return proxy.memo(("cla", name), lambda: endpoint_pb2.ClusterLoadAssignment(cluster_name=name))
-    return proxy.shared(("cla", name), service, lambda: _build(proxy, name, service, port, parsed[2]))
+        return proxy.memo(("unknown", name), lambda: endpoint_pb2.ClusterLoadAssignment(cluster_name=name))
+    found, subset = service, parsed[2]
+    return proxy.shared(name, found, lambda: _build(proxy, name, found, port, subset), proxy.push.assignments)
 
 
 def _build(proxy: Proxy, name: str, service: Service, port: Port, subset: str) -> Any:

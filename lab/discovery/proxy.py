@@ -52,20 +52,23 @@ class Proxy:
         """The DestinationRule that governs this proxy's traffic to ``host``."""
         return self.scope.destination_rule(host, self.labels)
 
-    def shared(self, name: Hashable, service: Service, build: Callable[[], T]) -> T:
+    def shared(
+        self, name: Hashable, service: Service, build: Callable[[], T], table: dict[Hashable, T] | None = None
+    ) -> T:
         """``build()``, once per push for all proxies that agree on the service, its rule and their own place.
 
         Most of what is generated for a service does not depend on the scope that imports it.
         """
-        node, table = self.node, self.push.memo
+        node = self.node
+        if table is None:
+            table = self.push.memo
         rule = self.destination_rule(service.host)
         place = (node.families, node.locality, node.cluster_id)
         labels = tuple(sorted(self.labels.items())) if rule is not None and node.locality else None
         full = (name, id(service), id(rule) if rule is not None else 0, place, labels)
         if full not in table:
             table[full] = build()
-        found: T = table[full]
-        return found
+        return table[full]
 
     def memo(self, name: Hashable, build: Callable[[], T]) -> T:
         """``build()``, once per push and outbound key."""

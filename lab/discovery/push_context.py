@@ -5,10 +5,12 @@ Source: istio/istio: pilot/pkg/model/push_context.go.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Mapping
 from typing import Any
 
 from lab.discovery import destination_rule, sidecar_scope, virtual_service
+from lab.discovery.changes import endpoint_changes
 from lab.discovery.node import Node
 from lab.discovery.peer_authentication import PeerAuthentications
 from lab.discovery.registry import KUBERNETES, Registry, Service
@@ -16,13 +18,21 @@ from lab.manifests import model
 
 
 class PushContext:
-    """Indexes over one mesh. ``memo`` keeps generated resources that several proxies share."""
+    """Indexes over one mesh.
+
+    ``memo`` keeps generated resources that several proxies share, ``assignments`` the ClusterLoadAssignments among them,
+    ``encoded`` their serialised form (by identity of the message, which the other tables keep alive). ``added_pods`` are
+    pods (POD.NS) that the last endpoint change brought.
+    """
 
     def __init__(self, mesh: model.Mesh) -> None:
         self.mesh = mesh
         self.mesh_config = mesh.mesh_config
         self.registry = Registry(mesh)
         self.memo: dict[Hashable, Any] = {}
+        self.assignments: dict[Hashable, Any] = {}
+        self.encoded: dict[int, Any] = {}
+        self.added_pods: frozenset[str] = frozenset()
         config, reads = self.mesh_config, self.registry.reads
         root = config.root_namespace
         parsed = [
@@ -60,9 +70,24 @@ class PushContext:
         self._exported: dict[str, list[Service]] = {}
         self._scopes: dict[tuple[str, str], sidecar_scope.SidecarScope] = {}
 
-    def advance(self, mesh: model.Mesh) -> tuple[PushContext, frozenset[tuple[str, str]] | None]:
-        """The context of a changed mesh, and the (host, namespace) whose endpoints alone changed; None for a full push."""
-        return PushContext(mesh), None
+    def advance(self, mesh: model.Mesh) -> tuple[PushContext, frozenset[str] | None]:
+        """The context of a changed mesh, and the hosts whose endpoints alone changed; None stands for a full push."""
+        changes = endpoint_changes(self.mesh, mesh)
+        found = self.registry.with_endpoints(mesh, changes) if changes is not None else None
+        if changes is None or found is None:
+            return PushContext(mesh), None
+        registry, services = found
+        hosts = frozenset(s.host for s in services)
+        fresh = copy.copy(self)
+        fresh.mesh, fresh.registry, fresh.added_pods = mesh, registry, changes.added
+        fresh.memo, fresh.encoded = dict(self.memo), dict(self.encoded)
+        fresh.assignments = {}
+        for key, message in self.assignments.items():
+            if message.cluster_name.rpartition("|")[2] in hosts:
+                fresh.encoded.pop(id(message), None)
+            else:
+                fresh.assignments[key] = message
+        return fresh, hosts
 
     def services_exported_to(self, namespace: str) -> list[Service]:
         """Services that exportTo lets ``namespace`` see: private and explicitly exported ones, then the public ones."""

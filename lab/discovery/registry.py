@@ -7,6 +7,7 @@ pilot/pkg/serviceregistry/serviceentry/conversion.go, pkg/kube/namespace/filter.
 
 from __future__ import annotations
 
+import copy
 import ipaddress
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from functools import lru_cache
 from typing import Literal
 
 from lab.discovery import node as node_module
+from lab.discovery.changes import EndpointChanges
 from lab.manifests import model
 
 Resolution = Literal["ClientSideLB", "DNSLB", "DNSRoundRobinLB", "Passthrough", "Alias", "DynamicDNS"]
@@ -215,21 +217,9 @@ class Registry:
     """Index of services and endpoints of one mesh, after discoverySelectors."""
 
     def __init__(self, mesh: model.Mesh) -> None:
-        self.mesh = mesh
         self.mesh_config = mesh.mesh_config
         self.selected = select_namespaces(mesh)
-        self.pods = tuple(p for p in mesh.pods if self.reads(p.meta.namespace))
-        self.workload_entries = tuple(w for w in mesh.workload_entries if self.reads(w.meta.namespace))
-        self._pods_by_ip = {ip: p for p in self.pods for ip in p.ips}
-        self._pods_by_name = {(p.meta.namespace, p.meta.name): p for p in self.pods}
-        self._pods_by_label: dict[tuple[str, str, str], list[model.Pod]] = {}
-        for pod in self.pods:
-            for key, value in pod.meta.labels.items():
-                self._pods_by_label.setdefault((pod.meta.namespace, key, value), []).append(pod)
-        self._slices: dict[tuple[str, str], list[model.EndpointSlice]] = {}
-        for piece in mesh.endpoint_slices:
-            if self.reads(piece.meta.namespace):
-                self._slices.setdefault((piece.meta.namespace, piece.service), []).append(piece)
+        self._read_workloads(mesh)
         self._entries: dict[tuple[str, str], list[model.ServiceEntry]] = {}
         self._kubernetes: dict[tuple[str, str], model.Service] = {}
         self.services = self._build_services()
@@ -243,6 +233,67 @@ class Registry:
                 known[service.namespace] = service
         self._endpoints: dict[tuple[str, str], tuple[Endpoint, ...]] = {}
         self._pod_endpoints: dict[str, Endpoint] = {}
+        self._known_identities: dict[tuple[str, str], frozenset[str]] = {}
+
+    def _read_workloads(self, mesh: model.Mesh) -> None:
+        """Indexes of what endpoints are made from: pods, workload entries and slices."""
+        self.mesh = mesh
+        self.pods = tuple(p for p in mesh.pods if self.reads(p.meta.namespace))
+        self.workload_entries = tuple(w for w in mesh.workload_entries if self.reads(w.meta.namespace))
+        self._pods_by_ip = {ip: p for p in self.pods for ip in p.ips}
+        self._pods_by_name = {(p.meta.namespace, p.meta.name): p for p in self.pods}
+        self._pods_by_label: dict[tuple[str, str, str], list[model.Pod]] = {}
+        for pod in self.pods:
+            for key, value in pod.meta.labels.items():
+                self._pods_by_label.setdefault((pod.meta.namespace, key, value), []).append(pod)
+        self._slices: dict[tuple[str, str], list[model.EndpointSlice]] = {}
+        for piece in mesh.endpoint_slices:
+            if self.reads(piece.meta.namespace):
+                self._slices.setdefault((piece.meta.namespace, piece.service), []).append(piece)
+
+    def with_endpoints(self, mesh: model.Mesh, changes: EndpointChanges) -> tuple[Registry, list[Service]] | None:
+        """A registry with the same services and the endpoints of ``mesh``, and the services whose endpoints changed.
+
+        None if the change reaches further than EDS: a service got an identity that its clusters do not accept yet,
+        or its listeners, name table entry or clusters are made from its endpoints.
+        """
+        fresh = copy.copy(self)
+        fresh._read_workloads(mesh)
+        touched = {p.name for p in changes.pods}
+        fresh._pod_endpoints = {n: e for n, e in self._pod_endpoints.items() if n not in touched}
+        fresh._endpoints = dict(self._endpoints)
+        fresh._known_identities = dict(self._known_identities)
+        changed: list[Service] = []
+        seen: set[tuple[str, str]] = set()
+        for service in self.services:
+            if service.key in seen or not self._affected(service, changes):
+                continue
+            seen.add(service.key)
+            before = self.endpoints(service)
+            fresh._endpoints.pop(service.key, None)
+            after = fresh.endpoints(service)
+            if before == after:
+                continue
+            if service.resolution != "ClientSideLB":
+                return None
+            known = frozenset(self.identities(service))
+            if not frozenset(fresh.identities(service)) <= known:
+                return None
+            fresh._known_identities[service.key] = known
+            changed.append(service)
+        return fresh, changed
+
+    def _affected(self, service: Service, changes: EndpointChanges) -> bool:
+        if service.selector:
+            if service.namespace in changes.workload_namespaces:
+                return True
+            for pod in changes.pods:
+                if pod.meta.namespace == service.namespace and _subset(service.selector, pod.meta.labels):
+                    return True
+        if (service.namespace, service.name) in changes.services:
+            return True
+        # a written slice may name a pod that came or went
+        return bool(changes.pods) and (service.namespace, service.name) in self._slices
 
     def reads(self, namespace: str) -> bool:
         """Whether discoverySelectors let objects of ``namespace`` be read."""
@@ -387,6 +438,7 @@ class Registry:
     def identities(self, service: Service) -> tuple[str, ...]:
         """SPIFFE ids (or written SANs) a server of this service may present, sorted, under every trust domain alias."""
         own = {e.identity for e in self.endpoints(service) if e.identity} | set(service.subject_alt_names)
+        own |= self._known_identities.get(service.key, frozenset())
         config = self.mesh_config
         prefix = f"spiffe://{config.trust_domain}/"
         for name in list(own):

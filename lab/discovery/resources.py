@@ -65,13 +65,11 @@ class View:
         self._versions: dict[str, Mapping[str, str]] = {}
 
     def _encoded(self, name: str, message: Any) -> Encoded:
-        memo = self.proxy.push.memo
-        key = ("encoded", id(message))
-        found = memo.get(key)
+        table = self.proxy.push.encoded
+        found: Encoded | None = table.get(id(message))
         if found is None or found.message is not message:
-            found = memo[key] = encode(name, message)
-        result: Encoded = found
-        return result
+            found = table[id(message)] = encode(name, message)
+        return found
 
     def wildcard(self, type_url: str) -> Mapping[str, Encoded]:
         """All resources of a wildcard type, in order."""

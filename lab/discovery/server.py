@@ -26,7 +26,7 @@ from lab.discovery import xds
 from lab.discovery.node import Node
 from lab.discovery.proxy import proxy_for
 from lab.discovery.push_context import PushContext
-from lab.discovery.resources import EDS, View, short
+from lab.discovery.resources import View, short
 from lab.errors import InputError
 from lab.manifests import model
 
@@ -176,23 +176,26 @@ class DiscoveryServer:
     async def push(self, mesh: model.Mesh) -> None:
         """Computes the new context and sends every stream what changed for it."""
         started = time.monotonic()
-        context, changed = self.push_context.advance(mesh)
+        context, hosts = self.push_context.advance(mesh)
         self.push_context = context
         self.version = self._next_version()
-        only = None if changed is None else (EDS,)
         sent: dict[str, int] = {}
         for connection in list(self.connections):
             async with connection.lock:
                 stream = connection.stream
                 assert stream.node is not None
-                responses = stream.push(View(proxy_for(context, stream.node)), self.version, only)
+                view = View(proxy_for(context, stream.node))
+                if hosts is None or stream.node.name in context.added_pods:
+                    responses = stream.push(view, self.version)
+                else:
+                    responses = stream.push_endpoints(view, self.version, hosts)
                 for response in responses:
                     sent[short(response.type_url)] = sent.get(short(response.type_url), 0) + response.resources
                     with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
                         await connection.write(response.body)
         self.last_push = {
             "version": self.version,
-            "kind": "full" if changed is None else "endpoints",
+            "kind": "full" if hosts is None else "endpoints",
             "seconds": time.monotonic() - started,
             "connections": len(self.connections),
             "resources": sent,
@@ -347,13 +350,13 @@ def main(params: dict[str, Any]) -> int:
 
     params: ``mesh`` (directory of manifests), ``listen`` (IP), ``socket`` (control socket path), ``name`` (lab).
     """
-    from lab.manifests import load as loader
+    from lab.manifests import stored
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     name = str(params.get("name") or "lab")
 
     def load() -> model.Mesh:
-        return loader.load([params["mesh"]], name)
+        return stored.load(str(params["mesh"]), name)
 
     control = str(params.get("socket") or "")
     if control:

@@ -190,16 +190,22 @@ class Stream:
 
     # --- pushes -------------------------------------------------------------------------------
 
-    def push(self, view: View, version: str, only: Iterable[str] | None = None) -> list[Response]:
-        """Responses that bring the peer to ``view``: what changed, in push order; nothing for types that did not.
-
-        ``only`` limits the types (an endpoint change concerns EDS alone).
-        """
+    def push_endpoints(self, view: View, version: str, hosts: frozenset[str]) -> list[Response]:
+        """The response for changed endpoints of some services: EDS of their clusters, nothing else."""
         self.view, self.version = view, version
-        wanted = PUSH_ORDER if only is None else tuple(t for t in PUSH_ORDER if t in set(only))
+        watch = self.watches.get(EDS)
+        if watch is None:
+            return []
+        names = [n for n in watch.names if n.rpartition("|")[2] in hosts]
+        resources = [r for r in self._named(EDS, names) if watch.sent.get(r.name) != r.version]
+        return self._send(watch, resources, ()) if resources else []
+
+    def push(self, view: View, version: str) -> list[Response]:
+        """Responses that bring the peer to ``view``: what changed, in push order; nothing for types that did not."""
+        self.view, self.version = view, version
         out: list[Response] = []
         rewarmed: set[str] = set()
-        for type_url in wanted:
+        for type_url in PUSH_ORDER:
             watch = self.watches.get(type_url)
             if watch is None:
                 continue
