@@ -219,10 +219,10 @@ def stored_mesh(name: str) -> Mesh:
     Raises:
         InputError: no such lab.
     """
-    from lab.manifests.load import load
+    from lab.manifests import stored
 
     record.info(name)
-    return load([paths.manifests_dir(name)], name=name)
+    return stored.load(paths.manifests_dir(name), name)
 
 
 def exec_in_pod(name: str, pod: str, command: Sequence[str], uid: int) -> int:

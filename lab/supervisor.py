@@ -31,6 +31,7 @@ from typing import Any, TextIO
 from lab.errors import InputError, LabError, ObservationError
 from lab.fabric import paths, record
 from lab.fabric.record import Record
+from lab.manifests import stored
 from lab.manifests.model import ExternalHost, Mesh, Pod
 from lab.runtime import backend, enter, files, mounts, workload
 from lab.runtime.client import Ended, Place, PlaceSpec, Process, Zygote
@@ -111,6 +112,8 @@ class Supervisor:
         files.notify_dir(self._lab).mkdir()
         for running in (*self._pods.values(), *self._hosts.values()):
             self._make_directory(running)
+        self._fabric.add_done_callback(lambda _: self._phase("fabric"))
+        self._zygote.ready.add_done_callback(lambda _: self._phase("zygote"))
         await _all(self._zygote.wait_ready(), asyncio.shield(self._fabric))
         self._node = await self._start_place(workload.node_place(self._lab))
         services = asyncio.ensure_future(self._start_services(self._node))
@@ -128,6 +131,7 @@ class Supervisor:
             workload.observer(self._lab),
         )
         await _all(*(self._start_service(node, spec) for spec in specs))
+        self._phase("services")
 
     async def _start_service(self, node: Place, spec: ProcessSpec) -> None:
         process = await node.spawn(spec)
@@ -148,6 +152,7 @@ class Supervisor:
                 else:
                     await self._start_host(running, hosts[running.name], expose)
             running.ready, running.reason = True, ""
+            self._phase(running.name)
 
         everything = (*self._pods.values(), *self._hosts.values())
         try:
@@ -257,6 +262,7 @@ class Supervisor:
                 shutil.copyfile(file, directory / f"{number:04d}-{_yaml_name(file)}")
             except OSError as e:
                 raise InputError("a manifest cannot be read again", file, str(e.strerror)) from None
+        stored.save(self._mesh, directory)
 
     def _make_directory(self, running: Running) -> None:
         directory = paths.pod_dir(self._lab, running.name)
@@ -464,6 +470,9 @@ class Supervisor:
         if self._answers:  # whoever asked for it hears that it is done
             await asyncio.wait(self._answers, timeout=1.0)
 
+    def _phase(self, what: str) -> None:
+        self._log.write("phase", ready=what, seconds=f"{self._seconds():.3f}")
+
     def _seconds(self) -> float:
         return time.monotonic() - self._started
 
@@ -481,7 +490,7 @@ class _Log:
         line = f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {event} {values}\n"
         with suppress(OSError, ValueError):  # a full disk, a closed terminal
             self._file.write(line)
-        if self.stream is not None and event not in ("ready", "down"):
+        if self.stream is not None and event not in ("phase", "ready", "down"):
             with suppress(OSError, ValueError):
                 self.stream.write(f"lab: {event} {values}\n")
                 self.stream.flush()

@@ -35,6 +35,7 @@ from lab import notify
 from lab.errors import InputError
 from lab.fabric import zone as zones
 from lab.fabric.zone import Zone
+from lab.manifests import stored
 
 PORT = 53
 PAYLOAD = 1232  # bytes; fits any path without fragments (DNS flag day 2020)
@@ -388,9 +389,7 @@ def _remove(path: str) -> None:
 
 def _load(config: Config, serial: int) -> tuple[Zone, list[str]]:
     """The zone of the manifests, and the addresses that they give to cluster DNS."""
-    from lab.manifests.load import load  # pydantic's schemas: only where manifests are read
-
-    mesh = load([config.manifests], name=config.name)
+    mesh = stored.load(config.manifests, config.name)
     return zones.build(mesh, serial), [a for a in (mesh.fabric.dns, mesh.fabric.dns6) if a]
 
 

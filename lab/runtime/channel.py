@@ -6,6 +6,7 @@ nobody else can speak on it, and its other end's death is an end of file.
 
 from __future__ import annotations
 
+import array
 import json
 import os
 import socket
@@ -45,12 +46,17 @@ def receive(sock: socket.socket) -> tuple[Message, list[int]] | None:
     Raises:
         OSError: e.g. BlockingIOError on a socket that does not wait.
     """
+    # Not socket.recv_fds: that of Python 3.11 forgets its flags, and the descriptors would outlive an exec.
     try:
-        data, fds, flags, _ = socket.recv_fds(sock, _LARGEST, _MOST_FDS, socket.MSG_CMSG_CLOEXEC)
+        data, ancillary, flags, _ = sock.recvmsg(_LARGEST, socket.CMSG_SPACE(_MOST_FDS * 4), socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError:
         return None
+    fds = array.array("i")
+    for level, kind, payload in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         for fd in fds:
             os.close(fd)
         raise OSError("a message was cut short")
-    return (cast(Message, json.loads(data)), fds) if data else None
+    return (cast(Message, json.loads(data)), fds.tolist()) if data else None

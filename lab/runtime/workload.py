@@ -23,7 +23,6 @@ ZYGOTE_MODULES: tuple[str, ...] = (
     "lab.apps.preload",
     "lab.discovery.server",
     "lab.fabric.dns",
-    "lab.manifests.load",
     "lab.trace.observer",
     "init.cli",
     "init.program",
