@@ -22,10 +22,11 @@ _LOOPBACK = 1  # its index in every namespace
 _PATH_RULES = 1_000  # priority of the first rule of a Link with an MTU between two places; they come first
 _UPLINK_RULES = 10_000
 _PATH_TABLES = 1_000
+_SCOPES = ("all", "default", "lo")  # of settings per interface: lo exists before they are made
 _DEFAULT_MTU = 1500  # of a new veth
 
 
-def build(plan: Plan, record: Record, *, backend: netfilter.Backend | None = None) -> None:
+def build(plan: Plan, record: Record, *, backend: netfilter.Backend | None = None, stop: Stop | None = None) -> None:
     """Makes the whole fabric. Doing it again on one that exists mends what is missing.
 
     Everything is recorded before it is made; on an error or an interrupt the caller takes it away with
@@ -35,18 +36,21 @@ def build(plan: Plan, record: Record, *, backend: netfilter.Backend | None = Non
         plan: what to make.
         record: the lab's record.
         backend: how services are served; chosen by what the kernel has if None.
+        stop: for a caller in another thread than the main one, whom no signal interrupts: ends the build early.
 
     Raises:
         LabError: the kernel or a program refused; the first is named.
+        Cancelled: ``stop`` was set.
     """
 
     def work(stop: Stop) -> None:
         namespaces.prepare(record)
         _make_routers(plan, record)
         _add(plan, record, plan.places, stop)
+        stop.check()
         _apply_rules(plan, record, backend)
 
-    namespaces.apart(work)
+    namespaces.apart(work, stop)
 
 
 def add(plan: Plan, record: Record, places: Iterable[str]) -> None:
@@ -83,14 +87,20 @@ def update_rules(
 ) -> None:
     """Makes services and the links of ``plan`` the ones in force, each in one transaction.
 
-    With ``previous``, what its Links did to MTUs, rates and paths is undone first. Its places must be gone by now if
-    they are not in ``plan``, and those of ``plan`` must exist.
+    With ``previous``, what its Links did to MTUs, rates and paths is undone first, and UDP flows to endpoints that
+    went are forgotten. Its places must be gone by now if they are not in ``plan``, and those of ``plan`` must exist.
     """
 
     def work(_stop: Stop) -> None:
         if previous is not None:
             _undo_links(previous, plan, record)
         _apply_rules(plan, record, backend)
+        stale = services.stale_flows(previous.services, plan.services) if previous is not None else []
+        if stale:
+            from lab.fabric import conntrack
+
+            namespaces.enter(paths.netns_path(record.name, paths.NODE))
+            conntrack.forget(stale)
 
     namespaces.apart(work)
 
@@ -298,7 +308,7 @@ def _mtu_requests(plan: Plan, router: str) -> list[netlink.Request]:
 
 def _router_settings(ipv6: bool) -> None:
     sysctl("net/ipv4/ip_forward", "1")
-    for scope in ("all", "default"):
+    for scope in _SCOPES:
         # What the host set for itself is inherited here (net.core.devconf_inherit_init_net).
         sysctl(f"net/ipv4/conf/{scope}/rp_filter", "0")  # forged sources are part of the tests
         sysctl(f"net/ipv4/conf/{scope}/send_redirects", "0")  # every pod is one hop away, whatever the way back
@@ -315,7 +325,7 @@ def _place_settings(ipv6: bool) -> None:
     sysctl("net/ipv4/ip_unprivileged_port_start", "0")
     sysctl("net/ipv4/ping_group_range", "0 2147483647")
     sysctl("net/ipv4/ip_forward", "0")
-    for scope in ("all", "default"):
+    for scope in _SCOPES:
         sysctl(f"net/ipv4/conf/{scope}/rp_filter", "0")
         sysctl(f"net/ipv4/conf/{scope}/accept_redirects", "0")
         sysctl(f"net/ipv4/conf/{scope}/route_localnet", "0")

@@ -56,13 +56,17 @@ class _Outcome(Generic[T]):
         self.error: BaseException | None = None
 
 
-def apart(work: Callable[[Stop], T]) -> T:
+def apart(work: Callable[[Stop], T], stop: Stop | None = None) -> T:
     """Runs ``work`` in a thread of its own and gives back what it returns or raises.
+
+    Args:
+        work: gets the `Stop` that it should check now and then.
+        stop: the one to use, if the caller wants to set it itself.
 
     An interrupt (Ctrl-C) while waiting asks the work to stop and takes effect only after the work has ended: whoever
     cleans up then does not race with a half-done build.
     """
-    stop = Stop()
+    stop = stop or Stop()
     outcome: _Outcome[T] = _Outcome()
 
     def run() -> None:

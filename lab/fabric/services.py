@@ -75,6 +75,18 @@ def virtual_ports(mesh: Mesh) -> tuple[VirtualPort, ...]:
     return tuple(found)
 
 
+def stale_flows(old: Iterable[VirtualPort], new: Iterable[VirtualPort]) -> list[tuple[VirtualPort, Endpoint]]:
+    """UDP endpoints of ``old`` that their virtual port has no more: their flows must be forgotten."""
+    now = {(p.ip, p.transport, p.port): set(p.endpoints) for p in new}
+    return [
+        (port, endpoint)
+        for port in old
+        if port.transport == "udp"
+        for endpoint in port.endpoints
+        if endpoint not in now.get((port.ip, port.transport, port.port), set())
+    ]
+
+
 def selected(service: Service, pods: Iterable[Pod]) -> list[Pod]:
     """The ready pods (of its namespace) that a service selects; without a selector it selects none."""
     if not service.selector:

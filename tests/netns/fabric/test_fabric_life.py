@@ -344,6 +344,30 @@ def test_a_running_fabric_takes_up_changes() -> None:
         assert len(rules.splitlines()) == 3
 
 
+def test_a_udp_client_leaves_an_endpoint_that_has_gone() -> None:
+    """It keeps its port, so without help the kernel would keep its translation."""
+    dns = service("dns", "10.96.1.1", "[{port: 53, protocol: UDP}]", "{app: dns}")
+    first, second = pod("one", "10.244.1.3", "{app: dns}"), pod("two", "10.244.1.4", "{app: dns}")
+    with up(*SMALL, first, dns) as lab:
+        client = lab.udp("a.shop", A, 5353)
+        for place, objects in (("one.shop", None), ("two.shop", (*SMALL, second, dns))):
+            if objects:
+                change(lab, planned(*objects))
+            server = lab.udp(place, "0.0.0.0", 53)
+            client.sendto(b"?", ("10.96.1.1", 53))
+            assert server.recvfrom(10) == (b"?", (A, 5353))
+
+
+def test_a_build_can_be_stopped_from_another_thread(name: str) -> None:
+    stop = namespaces.Stop()
+    stop.set()
+    kept = Record.create(name)
+    with pytest.raises(namespaces.Cancelled):
+        build.build(planned(*SMALL), kept, stop=stop)
+    record.down(name)
+    nothing_is_left(name)
+
+
 def _mtu(lab: Lab, place: str, interface: str) -> int:
     def ask() -> int:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lab.fabric.services import Endpoint, VirtualPort, legacy_document, nft_document, virtual_ports
+from lab.fabric.services import Endpoint, VirtualPort, legacy_document, nft_document, stale_flows, virtual_ports
 from lab.manifests import load
 
 PODS = """
@@ -145,3 +145,12 @@ def test_the_legacy_document_of_ipv6_writes_ports_after_brackets() -> None:
     text = legacy_document((SPREAD, SIX), 6, "fd5c::1")
     assert "--to-destination [fd00:1::5]:5353" in text
     assert "10.96" not in text
+
+
+def test_only_udp_endpoints_that_went_are_stale() -> None:
+    one, two = Endpoint("10.244.1.1", 53), Endpoint("10.244.1.2", 53)
+    old = (VirtualPort("s/d", "10.96.1.1", "udp", 53, (one, two)), VirtualPort("s/d", "10.96.1.1", "tcp", 53, (one,)))
+    new = (VirtualPort("s/d", "10.96.1.1", "udp", 53, (two,)),)
+    assert stale_flows(old, new) == [(old[0], one)]
+    assert stale_flows(old, ()) == [(old[0], one), (old[0], two)]
+    assert stale_flows(new, old) == []
