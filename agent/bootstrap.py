@@ -314,12 +314,14 @@ class _Builder:
         if text is None:
             return []
         try:
-            buckets: dict[str, list[float]] = json.loads(text)
+            buckets = json.loads(text)
+            if not isinstance(buckets, dict):
+                raise ValueError("not an object")
             return [
                 {"match": {"prefix": prefix}, "buckets": [_number(bound) for bound in buckets[prefix]]}
                 for prefix in sorted(buckets)
             ]
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError) as error:
             log.warning("Failed to unmarshal histogram buckets %s: %s", text, error)
             return []
 

@@ -184,6 +184,7 @@ class EnvoyProcess:
         self._stderr = error_read
         self._pidfd = os.pidfd_open(self.pid)
         self._last_error = ""
+        self._critical = False
         self._exited: asyncio.Future[ExitStatus] | None = None
         self.aborted = False
 
@@ -255,11 +256,9 @@ class EnvoyProcess:
             self._exited.set_result(ExitStatus(describe_wait_status(status), self._last_error))
 
     def _note(self, line: str) -> None:
-        if (
-            "\tcritical\t" in line
-            or '"level":"critical"' in line
-            or ("\terror\t" in line and "\tcritical\t" not in self._last_error)
-        ):
+        critical = "\tcritical\t" in line or '"level":"critical"' in line
+        if critical or ("\terror\t" in line and not self._critical):
+            self._critical = critical
             self._last_error = " ".join(line.split())
 
 

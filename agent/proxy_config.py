@@ -86,7 +86,8 @@ def merge(base: pb.ProxyConfig, overlay: Mapping[str, Any]) -> pb.ProxyConfig:
     try:
         layer = pb.ProxyConfig()
         fields = _normalised(pb.ProxyConfig.DESCRIPTOR, overlay)
-        json_format.ParseDict(fields, layer, ignore_unknown_fields=True)
+        # Unknown fields are gone already; an unknown enum value must stay an error.
+        json_format.ParseDict(fields, layer)
     except (json_format.ParseError, TypeError) as error:
         raise ValueError(f"could not parse proxy config: {' '.join(str(error).split())}") from None
     merged = pb.ProxyConfig()
