@@ -10,7 +10,7 @@ import datetime
 import ipaddress
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import (
@@ -34,6 +34,8 @@ class Reading:
 
     problems: Problems
     subject: str
+    mistyped: set[str] = field(default_factory=set)
+    """Paths that an unknown field was probably meant for: that they are missing need not be told as well."""
 
 
 def words(text: str) -> frozenset[str]:
@@ -56,7 +58,7 @@ class Spec(BaseModel):
     @classmethod
     def field_names(cls) -> list[str]:
         """The names as written in a manifest."""
-        return [field.alias or name for name, field in cls.model_fields.items()]
+        return [info.alias or name for name, info in cls.model_fields.items()]
 
     @model_validator(mode="before")
     @classmethod
@@ -81,6 +83,8 @@ class Spec(BaseModel):
             else:
                 every = sorted({*known, *cls.UNUSED})
                 hint = did_you_mean(key, every)
+                if hint:
+                    reading.mistyped.add(join(data.path, hint.split('"')[1]))
                 if not hint and len(every) <= 16:
                     hint = f"Known here: {', '.join(every)}."
                 reading.problems.error(
@@ -158,6 +162,8 @@ def _report(
         if key != "[key]":
             path = join(path, key)
     problems, subject = reading.problems, reading.subject
+    if kind == "missing" and path in reading.mistyped:
+        return
     if kind == "missing":
         parent, _, _ = path.rpartition(".")
         problems.error(source, f'missing field "{loc[-1]}"', f"{subject}: {parent or 'the object'} needs it")

@@ -297,6 +297,11 @@ def test_refused(text: str, message: str) -> None:
     assert any(str(error).startswith(message) for error in errors), [str(error) for error in errors]
 
 
+def test_a_mistyped_field_is_not_told_as_missing_too() -> None:
+    (error,) = errors_of(POD + "spec: {contaniers: [{name: app}]}\n")
+    assert str(error).endswith('Did you mean "containers"?')
+
+
 def test_all_errors_are_collected_in_order_of_files_and_lines(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(SERVICE + "spec: {ports: [{port: 0}], slector: {}}\n---\nkind: Pod\n")
     (tmp_path / "b.yml").write_text("a: [\n")
