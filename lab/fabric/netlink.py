@@ -191,7 +191,7 @@ def _refused(what: str, place: str, number: int, text: str) -> LabError:
     why = f"{os.strerror(number)} ({text})" if text else os.strerror(number)
     if number in (errno.EPERM, errno.EACCES):
         return InputError(f"cannot {what}", place, why, "Run as root")
-    if number in (errno.EOPNOTSUPP, errno.EAFNOSUPPORT, errno.ENOENT, errno.ENODEV):
+    if number in (errno.EOPNOTSUPP, errno.EAFNOSUPPORT, errno.ENOENT):  # ENOENT: no such kind of link or queue
         return ObservationError(f"this kernel cannot {what}", place, why)
     return LabError(f"cannot {what}", place, why)
 

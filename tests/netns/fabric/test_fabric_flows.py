@@ -151,7 +151,7 @@ def test_where_a_service_has_nothing_it_refuses_at_once(lab: Lab, address: str) 
     begin = time.monotonic()
     with pytest.raises(ConnectionRefusedError):
         lab.connect("a.shop", address, port)
-    assert time.monotonic() - begin < 0.5  # a lost SYN would be sent again after one second
+    assert time.monotonic() - begin < 0.9  # a lost SYN would be sent again after one second
     with pytest.raises(ConnectionRefusedError):
         lab.connect("node", address, port)
 
@@ -297,7 +297,7 @@ def test_a_slow_link_is_slow_and_others_are_not(between: str, backend: Backend) 
     with up(*SHOP, link("l", f"{{between: {between}, rate: 8mbit}}"), backend=backend) as lab:
         size = 400_000  # bytes: 0.4 s at 8 Mbit/s
         assert _seconds(lab, "a.shop", place, address, size) > 0.25
-        assert _seconds(lab, "c.shop", place, address, size) < 0.25
+        assert min(_seconds(lab, "c.shop", place, address, size) for _ in range(3)) < 0.2
 
 
 def _seconds(lab: Lab, client: str, place: str, address: str, size: int) -> float:
