@@ -192,7 +192,7 @@ def _tls(attempt: Attempt) -> None:
             _response(attempt, secure)
 
 
-def _request(order: Order) -> Any:
+def _request(order: Order) -> packets.Raw:
     """The HTTP/1.1 request of an order. Host is ``authority``, or the host with its port unless 80 (443 for TLS)."""
     usual = 443 if order.protocol == "tls" else 80
     host = f"[{order.host}]" if ":" in order.host else order.host
@@ -200,9 +200,11 @@ def _request(order: Order) -> Any:
     fixed = {"host": authority, "user-agent": "sidecarlab", "accept": "*/*", "connection": "close"}
     headers = {**fixed, **{k.lower(): v for k, v in order.headers.items()}}
     lines = {k.title().encode(): v.encode() for k, v in headers.items()}
-    return packets.HTTP() / packets.HTTPRequest(
+    request = packets.HTTP() / packets.HTTPRequest(
         Method=order.method.encode(), Path=order.path.encode(), Host=lines.pop(b"Host"), Unknown_Headers=lines
     )
+    # scapy gives every message a length; a request without a body has none (RFC 9110, 8.6).
+    return packets.Raw(bytes(request).replace(b"Content-Length: 0\r\n", b"", 1))
 
 
 def _response(attempt: Attempt, s: socket.socket) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 from lab.errors import InputError, LabError
 from lab.fabric import paths, plan, record
 from lab.manifests.model import FlowFrom, Mesh
+from lab.probe import evidence_log
 from lab.probe.crew import Crew, Launched, Where, launch
+from lab.probe.flights import Flights
 from lab.probe.journal import Journal
 from lab.runtime import files
 from lab.trace import rules
@@ -31,6 +33,7 @@ class Ground:
     journal: Journal
     observed: frozenset[str]
     routers: dict[str, str] = field(default_factory=dict)
+    flights: Flights = field(default_factory=Flights)
 
     def source(self, flow_from: FlowFrom) -> Where:
         """The place where a flow begins.
@@ -74,6 +77,17 @@ class Ground:
 
     def dns_log(self) -> Path:
         return files.dns_queries(self.name)
+
+    def explained(self, pod: str, flow: Flow) -> bool:
+        """Whether the pod's Envoy wrote that this connection of its own was for something else.
+
+        (A line about the flow in question was looked for before: its connection is not asked about.)
+        """
+        path = self.evidence_file(pod)
+        if not path.parent.is_dir():
+            return False
+        here = evidence_log.written(flow.src, flow.sport)
+        return any(line.get("upstream_local") == here for line in self.journal.lines(path))
 
     async def fence_towards(self, pod: str) -> Flow | None:
         """Sends a fence from the node to a pod; None if it cannot be sent."""

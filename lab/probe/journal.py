@@ -92,6 +92,12 @@ class Journal:
         file.read()
         return len(file.lines)
 
+    def lines(self, path: Path) -> list[Line]:
+        """All lines so far."""
+        file = self.follow(path)
+        file.read()
+        return file.lines
+
     async def find(self, path: Path, wanted: Callable[[Line], bool], since: int, wait: float) -> Line | None:
         """The newest line after mark ``since`` that is ``wanted``; waits up to ``wait`` seconds for one."""
         file = self.follow(path)

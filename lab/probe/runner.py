@@ -17,6 +17,7 @@ from lab.manifests.model import Mesh, TrafficTest
 from lab.probe import evidence_log, expect, join
 from lab.probe.crew import Launched, Where
 from lab.probe.evidence_log import EnvoyLine
+from lab.probe.flights import Flight
 from lab.probe.ground import Ground, open_ground
 from lab.probe.join import Facts, Far
 from lab.probe.journal import Line
@@ -136,16 +137,22 @@ async def gather(ground: Ground, test: TrafficTest) -> Facts:
         ObservationError: someone who watches does not answer.
     """
     source = ground.source(test.flow_from)
+    with ground.flights.begin(source.place) as flight:
+        return await _gather(ground, test, source, flight)
+
+
+async def _gather(ground: Ground, test: TrafficTest, source: Where, flight: Flight) -> Facts:
     pod = source.place if source.place in ground.observed else None
     marks = _marks(ground)
     since = time.time()
     sent = await ground.crew.send(source, Order.of(test))
     fence = _fence(sent)
-    if fence:
-        await ground.crew.fence_seen(source.place, fence[1], _FENCE)
     flow = join.flow_of(sent)
     query = join.query_flow(sent.queries[-1]) if sent.queries else None
-    same = query is not None and query == flow
+    same = query is not None and query == flow  # the test is a lookup
+    flight.claim(flow, *(join.query_flow(q) for q in sent.queries))
+    if fence:
+        await ground.crew.fence_seen(source.place, fence[1], _FENCE)
     outbound = await _sighting(ground, pod, flow, fence)
     dns = outbound if same else await _sighting(ground, pod, query, fence)
     forwarded = await _forwarded(ground, pod, sent, query, marks)
@@ -155,11 +162,15 @@ async def gather(ground: Ground, test: TrafficTest) -> Facts:
     out = join.translate(outbound, flow, listing, addresses, "output") if flow else None
     captured = bool(out and out.captured)
     line = None
+    # The kernel resets what answers a crafted SYN, so Envoy never sees a connection and has nothing to write.
+    patience = 0.0 if test.to.crafted else _LINE
     if pod and flow and out and captured and not same:
-        line = await _line(ground, pod, lambda found: join.belongs(found, flow, out.entry), marks)
+        line = await _line(ground, pod, lambda found: join.belongs(found, flow, out.entry), marks, patience)
     further = None if same or flow is None else join.onward(line, flow, captured)
-    far = await _far(ground, source, further, line, marks) if further else None
-    wire = await _wire(ground, source, since, flow, further, forwarded[0] if forwarded else None, dns_flow=same)
+    flight.claim(further, forwarded[0] if forwarded else None)
+    flight.settled.set()
+    far = await _far(ground, source, further, line, marks, patience) if further else None
+    wire = await _wire(ground, flight, since, flow, forwarded[0] if same and forwarded else further, lookup=same)
     return Facts(
         test=test,
         sent=sent,
@@ -230,7 +241,7 @@ async def _forwarded(
 
 
 async def _line(
-    ground: Ground, pod: str, wanted: Callable[[EnvoyLine], bool], marks: dict[Path, int], wait: float = _LINE
+    ground: Ground, pod: str, wanted: Callable[[EnvoyLine], bool], marks: dict[Path, int], wait: float
 ) -> EnvoyLine | None:
     path = ground.evidence_file(pod)
     if path not in marks:
@@ -240,7 +251,7 @@ async def _line(
 
 
 async def _far(
-    ground: Ground, source: Where, flow: Flow, client: EnvoyLine | None, marks: dict[Path, int]
+    ground: Ground, source: Where, flow: Flow, client: EnvoyLine | None, marks: dict[Path, int], patience: float
 ) -> Far | None:
     """What the pod that the flow reached saw of it; None if it went to no pod."""
     if paths.NODE in ground.observed:
@@ -266,33 +277,32 @@ async def _far(
             same_request = client is None or client.request_id is None or line.request_id == client.request_id
             return join.belongs(line, flow, found.entry) and same_request
 
-        line = await _line(ground, pod, is_it, marks)
+        line = await _line(ground, pod, is_it, marks, patience)
     return Far(pod, flow, addresses, local, sighting, listing, line)
 
 
 async def _wire(
-    ground: Ground,
-    source: Where,
-    since: float,
-    flow: Flow | None,
-    further: Flow | None,
-    forwarded: Flow | None,
-    *,
-    dns_flow: bool,
-) -> list[Seen] | None:
-    """What left the source's link for this flow: its own packets, Envoy's for it, and anything to its destination.
+    ground: Ground, flight: Flight, since: float, flow: Flow | None, further: Flow | None, *, lookup: bool
+) -> list[Seen]:
+    """What left the source's link for this flow: its own packets, Envoy's (or the agent's) for it, and whatever else began
+    to go to its destination meanwhile and is nobody else's.
 
     Of a lookup only its own and the agent's question count: others ask the same server for reasons of their own.
     """
     if flow is None:
-        return [] if source.interface else None
-    flows = dict.fromkeys(f for f in (flow, further, forwarded if dns_flow else None) if f)
-    which: list[dict[str, object]] = [{"outgoing": False, "since": since, **dataclasses.asdict(f)} for f in flows]
-    if not dns_flow:
+        return []
+    own = dict.fromkeys(f for f in (flow, further) if f)
+    which: list[dict[str, object]] = [{"outgoing": False, "since": since, **dataclasses.asdict(f)} for f in own]
+    if not lookup:
         to: dict[str, object] = {"proto": flow.proto, "dst": flow.dst, "dport": flow.dport}
         which.append({"outgoing": False, "since": since, **to})
-    found = await ground.crew.find(source.place, which)
-    return [s for seen in found for s in seen]
+    found = await ground.crew.find(flight.place, which)
+    others = [] if lookup else found.pop()
+    begun = [s for s in others if s.flow not in own and s.first >= since and ("S" in s.flags or s.flow.proto != "tcp")]
+    if begun:
+        claimed = await ground.flights.of_others(flight)
+        begun = [s for s in begun if s.flow not in claimed and not ground.explained(flight.place, s.flow)]
+    return [s for seen in found for s in seen] + begun
 
 
 def _missing(facts: Facts) -> dict[str, str]:
