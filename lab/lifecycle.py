@@ -51,7 +51,7 @@ class Lab:
     @classmethod
     def up(
         cls,
-        mesh: Mesh,
+        mesh: Mesh | Callable[[], Mesh],
         name: str | None = None,
         iptables: str = "auto",
         *,
@@ -61,7 +61,8 @@ class Lab:
         """Brings a lab up and returns when all of it is ready.
 
         Args:
-            mesh: from manifest files (discovery and DNS read them again).
+            mesh: from manifest files (discovery and DNS read them, too), or what reads it: then the lab's processes
+                start meanwhile.
             name: instead of the mesh's own.
             iptables: ``auto``, ``legacy``, ``nft`` or ``native-nft``.
             timeout: how long it may take, in seconds.
@@ -72,20 +73,22 @@ class Lab:
             KeyboardInterrupt: interrupted; likewise.
         """
         _need_root()
-        order = _order(mesh if name is None else replace(mesh, name=name), iptables, timeout, detach)
-        process = _launch(order)
+        process = _launch({"backend": iptables, "timeout": timeout, "detach": detach})
         try:
+            known = mesh() if callable(mesh) else mesh
+            known = _with_files(known if name is None else replace(known, name=name))
+            _send(process, known)
             message = _next_report(process)
         except BaseException:
             _let_go(process)
             raise
         if message.get("event") != "ready":
             _let_go(process)
-            raise _error_of(message, order.mesh.name)
+            raise _error_of(message, known.name)
         if detach:
             _let_go(process)
-            return cls(order.mesh.name, message["info"])
-        return cls(order.mesh.name, message["info"], process)
+            return cls(known.name, message["info"])
+        return cls(known.name, message["info"], process)
 
     @property
     def backend(self) -> str:
@@ -149,7 +152,11 @@ def attach(name: str) -> Lab:
 
 
 def run_attached(
-    mesh: Mesh, *, backend: str = "auto", timeout: float = TIMEOUT, on_ready: Callable[[Info], None] = lambda _: None
+    mesh: Mesh | Callable[[], Mesh],
+    *,
+    backend: str = "auto",
+    timeout: float = TIMEOUT,
+    on_ready: Callable[[Info], None] = lambda _: None,
 ) -> int:
     """``lab up``: runs until Ctrl-C, SIGTERM or ``lab down``; then the lab is down. Returns 0.
 
@@ -167,7 +174,7 @@ def run_attached(
     return 0
 
 
-def start_detached(mesh: Mesh, *, backend: str = "auto", timeout: float = TIMEOUT) -> Info:
+def start_detached(mesh: Mesh | Callable[[], Mesh], *, backend: str = "auto", timeout: float = TIMEOUT) -> Info:
     """``lab up -d``: returns what `inspect` says when the lab is ready."""
     with _interruptible():
         return Lab.up(mesh, iptables=backend, timeout=timeout, detach=True).info
@@ -276,31 +283,33 @@ def ask(name: str, question: Mapping[str, object], timeout: float = 10.0) -> Inf
 # --- the supervisor's process ---------------------------------------------------------------------
 
 
-def _order(mesh: Mesh, iptables: str, timeout: float, detach: bool) -> Any:
-    from lab.supervisor import Order
-
+def _with_files(mesh: Mesh) -> Mesh:
+    """With absolute paths: the supervisor has another working directory."""
     missing = next((file for file in mesh.files if not Path(file).is_file()), None)
     if missing is not None or not mesh.files:
         raise InputError("a lab needs manifest files", missing or "", "discovery and cluster DNS read them, too")
-    return Order(replace(mesh, files=tuple(os.path.abspath(file) for file in mesh.files)), iptables, timeout, detach)
+    return replace(mesh, files=tuple(os.path.abspath(file) for file in mesh.files))
 
 
-def _launch(order: Any) -> subprocess.Popen[bytes]:
+def _launch(options: Mapping[str, object]) -> subprocess.Popen[bytes]:
     from lab.runtime.client import clean_environ
 
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "lab.supervisor"],
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "lab.supervisor", json.dumps(options)],
         env=clean_environ(),
         cwd="/",
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C is for us; the supervisor hears of it by its leash
     )
+
+
+def _send(process: subprocess.Popen[bytes], mesh: Mesh) -> None:
     assert process.stdin is not None
+    data = pickle.dumps(mesh)
     with suppress(BrokenPipeError):  # then its report says why
-        pickle.dump(order, process.stdin)
+        process.stdin.write(len(data).to_bytes(8, "big") + data)
         process.stdin.flush()
-    return process
 
 
 def _next_report(process: subprocess.Popen[bytes]) -> Info:

@@ -1,9 +1,10 @@
 """The process that runs a lab: ``python -m lab.supervisor``, started by `lab.lifecycle` and by nobody else.
 
-It reads its order (a pickled `Order`) from stdin, brings the lab up, answers on its control socket, and takes the lab
-down when it is told to, when it gets SIGTERM, or when stdin ends: stdin is a leash, held by whoever started it, until
-the lab is ready (detached) or for as long as it runs (attached). Progress goes to stdout as JSON lines, one a message:
-``{"event": "ready", "info": ...}``, ``{"event": "error", ...}``, ``{"event": "down"}``.
+Its arguments are JSON (`Options`). It starts what needs no mesh, while whoever started it still reads the manifests;
+then it reads the mesh from stdin (eight bytes of length, then a pickle), brings the lab up, answers on its control
+socket, and takes the lab down when it is told to, when it gets SIGTERM, or when stdin ends: stdin is a leash, held by
+whoever started it, until the lab is ready (detached) or for as long as it runs (attached). Progress goes to stdout as
+JSON lines: ``{"event": "ready", "info": ...}``, ``{"event": "error", ...}``, ``{"event": "down"}``.
 
 Control socket (JSON lines): ``inspect``; ``discovery`` (its status); ``drain`` (SIGTERM to every pod's processes, and
 wait); ``stop``; ``restart`` with ``place`` and ``process``.
@@ -12,6 +13,7 @@ wait); ``stop``; ``restart`` with ``place`` and ``process``.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import pickle
@@ -22,11 +24,11 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from lab.errors import InputError, LabError, ObservationError
 from lab.fabric import paths, record
@@ -37,6 +39,8 @@ from lab.runtime import backend, enter, files, mounts, workload
 from lab.runtime.client import Ended, Place, PlaceSpec, Process, Zygote
 from lab.runtime.spawn import ProcessSpec
 
+T = TypeVar("T")
+
 _AT_ONCE = 8  # pods that start at the same time: more only take turns on the processors
 _GRACE = 30.0  # seconds a drain may take: Kubernetes' terminationGracePeriodSeconds
 _KEPT_EVENTS = 1000
@@ -45,13 +49,12 @@ _HEALTH_PAUSE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What to bring up. ``backend`` is what ``--iptables`` takes, ``timeout`` how long it may take in seconds.
+class Options:
+    """How to bring a lab up. ``backend`` is what ``--iptables`` takes, ``timeout`` how long it may take in seconds.
 
     ``detach``: the lab outlives whoever started it.
     """
 
-    mesh: Mesh
     backend: str = "auto"
     timeout: float = 60.0
     detach: bool = False
@@ -73,24 +76,24 @@ class Running:
 class Supervisor:
     """One lab, from its record to its end. Lives in one event loop."""
 
-    def __init__(self, order: Order, known: Record) -> None:
-        self._order = order
-        self._mesh = order.mesh
+    def __init__(self, options: Options, mesh: Mesh, known: Record, zygote: Zygote, stopped: asyncio.Event) -> None:
+        """``stopped`` is set when the lab is to be taken down."""
+        self._options = options
+        self._mesh = mesh
         self._lab = known.name
         self._record = known
-        self._log = _Log(files.log(known.name, "lab"), sys.stderr if not order.detach else None)
-        self._backend = order.backend
+        self._log = _Log(files.log(known.name, "lab"), sys.stderr if not options.detach else None)
+        self._backend = options.backend
         self._pods = {pod.name: Running(pod.name, pod) for pod in self._mesh.pods}
         self._hosts = {name: Running(name) for name in map(_place_of, self._mesh.external_hosts)}
         self._events: deque[dict[str, object]] = deque(maxlen=_KEPT_EVENTS)
-        self._zygote: Zygote | None = None
+        self._zygote = zygote
         self._node: Place | None = None
         self._fabric: asyncio.Future[None] | None = None
         self._control: asyncio.Server | None = None
         self._ending = False
         self._started = time.monotonic()
-        self.stopped = asyncio.Event()
-        """Set when the lab is to be taken down."""
+        self._stopped = stopped
         self._down: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._answers: set[asyncio.Task[None]] = set()
 
@@ -104,10 +107,7 @@ class Supervisor:
         """
         self._store_manifests()
         expose = mounts.program_paths(_binary_directories(self._mesh))
-        self._backend = await asyncio.to_thread(backend.choose, self._order.backend)
-        modules = workload.ZYGOTE_MODULES + (workload.LEGACY_MODULES if self._backend == "legacy" else ())
-        self._zygote = Zygote.launch(modules, self._record.environ, files.log(self._lab, "zygote"))
-        self._record.add_process(self._zygote.process.pid, "zygote")
+        self._zygote.log_to(files.log(self._lab, "zygote"))
         self._fabric = asyncio.ensure_future(asyncio.to_thread(_build_fabric, self._mesh, self._record))
         files.notify_dir(self._lab).mkdir()
         for running in (*self._pods.values(), *self._hosts.values()):
@@ -156,15 +156,15 @@ class Supervisor:
 
         everything = (*self._pods.values(), *self._hosts.values())
         try:
-            async with asyncio.timeout(self._order.timeout):
+            async with asyncio.timeout(self._options.timeout):
                 await _all(asyncio.shield(services), *map(start, everything))
         except TimeoutError:
             if not services.done():
                 raise LabError(
-                    f"the lab was not ready after {self._order.timeout:g} s", why="discovery is not"
+                    f"the lab was not ready after {self._options.timeout:g} s", why="discovery is not"
                 ) from None
             late = next(r for r in everything if not r.ready)
-            raise await self._not_ready(late, f"after {self._order.timeout:g} s {late.reason}") from None
+            raise await self._not_ready(late, f"after {self._options.timeout:g} s {late.reason}") from None
 
     async def _start_pod(
         self, running: Running, pod: Pod, expose: tuple[str, ...], services: asyncio.Future[None]
@@ -207,7 +207,6 @@ class Supervisor:
         return process
 
     async def _start_place(self, spec: PlaceSpec) -> Place:
-        assert self._zygote is not None
         place = await self._zygote.start(spec, self._process_ended)
         process = record.ProcessId.of(place.pid)
         if process is not None:
@@ -395,7 +394,7 @@ class Supervisor:
         running.expected.discard(process)
         old.signal(signal.SIGKILL)
         await old.exited
-        new = await asyncio.wait_for(self._start_process(running, old.spec), self._order.timeout)
+        new = await asyncio.wait_for(self._start_process(running, old.spec), self._options.timeout)
         if running.place is not None and not running.place.ended.done():
             running.ready, running.reason = True, ""
         return {"pid": new.pid}
@@ -435,7 +434,7 @@ class Supervisor:
                 case "restart":
                     return await self.restart(str(request["place"]), str(request["process"]))
                 case "stop":
-                    self.stopped.set()
+                    self._stopped.set()
                     await asyncio.shield(self._down)
                     return {"down": self._lab}
                 case op:
@@ -459,8 +458,7 @@ class Supervisor:
         if self._fabric is not None:
             await asyncio.wait([self._fabric])  # a thread cannot be interrupted, and would make things again
             self._fabric.exception()
-        if self._zygote is not None:
-            await self._zygote.stop()
+        await self._zygote.stop()
         self._log.write("down", seconds=f"{self._seconds():.2f}")
         self._log.close()
         self._record.close()
@@ -617,13 +615,39 @@ class _Interrupted(Exception):
     """Told to stop before the lab was ready."""
 
 
-def main() -> int:
+class Leash:
+    """Standard input: first the mesh, then nothing, and its end says that whoever started us is gone."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._data = bytearray()
+        self.mesh: asyncio.Future[Mesh] = self._loop.create_future()
+        self.ended = asyncio.Event()
+        self._loop.add_reader(0, self._readable)
+
+    def _readable(self) -> None:
+        data = os.read(0, 1 << 16)
+        if not data:
+            self.let_go()
+            self.ended.set()
+        self._data += data
+        size = int.from_bytes(self._data[:8], "big")
+        if len(self._data) >= 8 + size > 8 and not self.mesh.done():
+            self.mesh.set_result(pickle.loads(self._data[8:]))
+
+    def let_go(self) -> None:
+        """From now on its end means nothing."""
+        self._loop.remove_reader(0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs one lab to its end."""
-    order: Order = pickle.load(sys.stdin.buffer)
-    if order.detach and os.fork():
+    (argument,) = sys.argv[1:] if argv is None else argv
+    options = Options(**json.loads(argument))
+    if options.detach and os.fork():
         os._exit(0)  # whoever waits for us may go on; the lab's parent is init
-    reports = os.fdopen(os.dup(1), "w", buffering=1)
     null = os.open(os.devnull, os.O_RDWR)
+    reports = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(null, 1)  # what is printed by accident must not look like a report
 
     def say(message: Mapping[str, object]) -> None:
@@ -638,8 +662,7 @@ def main() -> int:
         reports.close()
 
     try:
-        known = Record.create(order.mesh.name)
-        asyncio.run(_run(order, known, say, let_go))
+        asyncio.run(_run(options, say, let_go))
     except LabError as e:
         say({"event": "error", "error": error_to_json(e)})
         return e.exit_code
@@ -652,50 +675,68 @@ def main() -> int:
     return 0
 
 
-async def _run(
-    order: Order, known: Record, say: Callable[[Mapping[str, object]], None], let_go: Callable[[], None]
-) -> None:
+async def _run(options: Options, say: Callable[[Mapping[str, object]], None], let_go: Callable[[], None]) -> None:
     loop = asyncio.get_running_loop()
+    leash = Leash()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(number, leash.ended.set)
+    chosen = backend.choose(options.backend)
+    lab_id = record.new_id()
+    modules = workload.ZYGOTE_MODULES + (workload.LEGACY_MODULES if chosen == "legacy" else ())
+    zygote = Zygote.launch(modules, {paths.ENV_MARK: lab_id})
+    _warm_up()
     try:
-        supervisor = Supervisor(order, known)
+        mesh = await _unless_ended(leash.ended, leash.mesh)
+        known = Record.create(mesh.name, lab_id)
+    except BaseException as e:  # there is no lab yet: the zygote is all that there is
+        await zygote.stop()
+        if isinstance(e, _Interrupted):
+            return
+        raise
+    try:
+        known.add_process(zygote.process.pid, "zygote")
+        supervisor = Supervisor(replace(options, backend=chosen), mesh, known, zygote, leash.ended)
     except BaseException:
+        await zygote.stop()
         known.close()
         record.down(known.name)
         raise
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        loop.add_signal_handler(number, supervisor.stopped.set)
-    loop.add_reader(0, lambda: _leash(loop, supervisor.stopped))
     try:
-        await _until_ready(supervisor)
+        await _unless_ended(leash.ended, supervisor.up())
         say({"event": "ready", "info": await supervisor.inspect()})
-        if order.detach:
-            loop.remove_reader(0)
+        if options.detach:
+            leash.let_go()
             let_go()
-        await supervisor.stopped.wait()
+        await leash.ended.wait()
     except _Interrupted:
         pass
     finally:
         await supervisor.down()
 
 
-def _leash(loop: asyncio.AbstractEventLoop, stopped: asyncio.Event) -> None:
-    if not os.read(0, 4096):
-        loop.remove_reader(0)
-        stopped.set()
+async def _unless_ended(ended: asyncio.Event, work: Awaitable[T]) -> T:
+    """The result of the work; it is cancelled if the end comes first.
 
-
-async def _until_ready(supervisor: Supervisor) -> None:
-    up = asyncio.ensure_future(supervisor.up())
-    stopped = asyncio.ensure_future(supervisor.stopped.wait())
+    Raises:
+        _Interrupted: the end came first.
+    """
+    doing = asyncio.ensure_future(work)
+    ending = asyncio.ensure_future(ended.wait())
     try:
-        await asyncio.wait((up, stopped), return_when=asyncio.FIRST_COMPLETED)
-        if not up.done():
+        await asyncio.wait((doing, ending), return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
             raise _Interrupted
-        await up
+        return doing.result()
     finally:
-        for task in (up, stopped):
+        for task in (doing, ending):
             task.cancel()
-        await asyncio.gather(up, stopped, return_exceptions=True)
+        await asyncio.gather(doing, ending, return_exceptions=True)
+
+
+def _warm_up() -> None:
+    """Imports what the fabric needs (a quarter of a second) while the zygote imports and the manifests are read."""
+    importlib.import_module("lab.fabric.build")
+    importlib.import_module("lab.fabric.plan")
 
 
 if __name__ == "__main__":

@@ -95,10 +95,11 @@ class Record:
         return {paths.ENV_MARK: self.id}
 
     @classmethod
-    def create(cls, name: str) -> Record:
+    def create(cls, name: str, lab_id: str = "") -> Record:
         """Claims ``name`` for a new lab whose supervisor is the calling process.
 
-        The remains of a crashed lab of that name are taken down first.
+        The remains of a crashed lab of that name are taken down first. ``lab_id`` (see `new_id`) is for a caller that
+        has started marked processes before.
 
         Raises:
             InputError: a lab of that name is running, or this process may not make one.
@@ -108,15 +109,14 @@ class Record:
         for _ in range(10):
             with _root_lock() as root:
                 if not (root / name).exists():
-                    return cls._create(name)
+                    return cls._create(name, lab_id or new_id())
                 _refuse_running(_info(name))
             down(name, 10.0)
         raise LabError(f'lab "{name}" could not be claimed', str(paths.run_dir(name)), "others keep claiming it")
 
     @classmethod
-    def _create(cls, name: str) -> Record:
+    def _create(cls, name: str, lab_id: str) -> Record:
         directory = paths.run_dir(name)
-        lab_id = secrets.token_hex(16)
         try:
             directory.mkdir(mode=0o755)
             directory.chmod(0o755)  # whatever the umask: uids 1337 and 1000 walk through it
@@ -176,6 +176,11 @@ class Record:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def new_id() -> str:
+    """An id that no other lab has."""
+    return secrets.token_hex(16)
 
 
 def open(name: str) -> Record:

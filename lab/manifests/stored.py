@@ -1,7 +1,7 @@
 """A directory of manifests with the mesh beside them that they were read as, for processes that need it at once.
 
 Reading YAML costs a fifth of a second, and several processes of a lab need the same mesh. The copy counts only as long as the
-manifests are, byte for byte, those it was made of. It is a pickle: the directory must be as trusted as our own code.
+manifests are, byte for byte, those it was made of. It is a pickle, so only one that this very user wrote is opened.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ from pathlib import Path
 
 from lab.manifests.model import Mesh
 
-_FILE = ".mesh"
-
 
 def save(mesh: Mesh, directory: Path) -> None:
-    """Puts the mesh beside its manifests, which are in ``directory`` already."""
-    new = directory / f"{_FILE}.new"
+    """Puts the mesh beside the directory of its manifests, which must be complete."""
+    new = directory.with_name(f"{directory.name}.mesh.new")
     new.write_bytes(pickle.dumps((_fingerprint(directory), mesh)))
-    os.replace(new, directory / _FILE)
+    os.replace(new, _beside(directory))
 
 
 def load(directory: str | Path, name: str | None = None) -> Mesh:
@@ -30,7 +28,7 @@ def load(directory: str | Path, name: str | None = None) -> Mesh:
         InputError: as `lab.manifests.load.load`.
     """
     try:
-        fingerprint, mesh = pickle.loads((Path(directory) / _FILE).read_bytes())
+        fingerprint, mesh = pickle.loads(_own(_beside(Path(directory))))
         if fingerprint == _fingerprint(Path(directory)) and isinstance(mesh, Mesh) and name in (None, mesh.name):
             return mesh
     except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError, TypeError, ValueError):
@@ -38,6 +36,17 @@ def load(directory: str | Path, name: str | None = None) -> Mesh:
     from lab.manifests.load import load as read
 
     return read([directory], name)
+
+
+def _beside(directory: Path) -> Path:
+    return directory.with_name(f"{directory.name}.mesh")
+
+
+def _own(path: Path) -> bytes:
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_uid != os.geteuid():
+            raise PermissionError(path)
+        return file.read()
 
 
 def _fingerprint(directory: Path) -> str:

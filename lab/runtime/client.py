@@ -243,21 +243,26 @@ class Zygote:
         loop.add_reader(control, self._readable)
 
     @classmethod
-    def launch(cls, modules: Sequence[str], environ: Mapping[str, str], log: Path) -> Zygote:
+    def launch(cls, modules: Sequence[str], environ: Mapping[str, str]) -> Zygote:
         """Execs a zygote that imports ``modules``; ``environ`` carries the lab's mark. Returns at once."""
         ours, theirs = channel.pair()
-        with theirs, log.open("ab") as out:
+        with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "lab.runtime.zygote", str(theirs.fileno()), *modules],
                 env={**clean_environ(), **environ},
                 cwd="/",
                 stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
         return cls(process, ours)
+
+    def log_to(self, path: Path) -> None:
+        """What it and the first processes of places say goes to this file (it exists once the lab's directory does)."""
+        with suppress(OSError):  # it has ended: whoever waits for it hears that
+            channel.send(self._control, {"op": "log", "path": str(path)})
 
     async def wait_ready(self) -> None:
         """Until it has imported everything.

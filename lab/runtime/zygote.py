@@ -1,9 +1,9 @@
 """The process that everything of a lab is forked from: it imports once, so that a pod's processes need not.
 
 ``python -m lab.runtime.zygote FD MODULE...`` with the lab's mark in its environment. FD is one end of a socket pair
-(`lab.runtime.channel`). It imports the modules, says ``ready`` and then starts places: each order
-``{"op": "start", "place", "netns", "notify_dir", "hostname", "view", "sysctls"}`` brings one descriptor, the control
-channel of the new place's first process (`lab.runtime.keeper`). Reports: ``ready``, ``started`` with a pidfd,
+(`lab.runtime.channel`). It imports the modules, says ``ready`` and then obeys: ``{"op": "log", "path"}`` names the file
+for what it has to say; each ``{"op": "start", "place", "netns", "notify_dir", "hostname", "view", "sysctls"}`` brings one descriptor, the control
+channel of the new place's first process (`lab.runtime.keeper`), which it starts. Reports: ``ready``, ``started`` with a pidfd,
 ``ended`` with a ``code``, ``failed`` with an ``error``.
 
 It must stay a process with one thread and nothing running, since only such a one may be forked at will. When the one
@@ -93,7 +93,10 @@ class Zygote:
             return False
         order, fds = received
         try:
-            self._start(order, fds)
+            if order["op"] == "log":
+                _say_into(order["path"])
+            else:
+                self._start(order, fds)
         except OSError as e:
             what = f"{e.filename or 'fork'}: {e.strerror}"
             self._report({"event": "failed", "place": order.get("place", ""), "error": what})
@@ -138,6 +141,13 @@ class Zygote:
     def _report(self, message: Mapping[str, object], *fds: int) -> None:
         with suppress(OSError):  # nobody listens any more
             channel.send(self._control, message, fds)
+
+
+def _say_into(path: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    for standard in (1, 2):
+        os.dup2(fd, standard)
+    os.close(fd)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class Lab:
 
     @asynccontextmanager
     async def zygote(self, *modules: str) -> AsyncIterator[Zygote]:
-        zygote = Zygote.launch(modules, self.record.environ, paths.run_dir(self.name) / "zygote.log")
+        zygote = Zygote.launch(modules, self.record.environ)
         self.record.add_process(zygote.process.pid, "zygote")
         try:
             await zygote.wait_ready()

@@ -146,12 +146,21 @@ def test_files_of_a_pod_are_its_own(lab: Lab, run: Run) -> None:
 
 
 def test_mounts_of_a_pod_stay_in_it(lab: Lab, run: Run) -> None:
+    def mounts() -> list[str]:
+        """Mount points, root and source, but what is pinned below /run: other labs come and go."""
+        lines = [line.split() for line in read("/proc/self/mountinfo").splitlines()]
+        return [f"{line[3]} {line[4]}" for line in lines if not line[4].startswith("/run/")]
+
     async def check() -> None:
         spec = lab.place("web.shop")
-        before = read("/proc/self/mountinfo")
-        async with lab.running(spec=spec):
-            assert read("/proc/self/mountinfo") == before
-        assert read("/proc/self/mountinfo") == before
+        before = mounts()
+        async with lab.running(spec=spec) as place:
+            inside = read(f"/proc/{place.pid}/mountinfo")
+            assert " /run/sidecar " in inside
+            assert " /etc/resolv.conf " in inside
+            assert mounts() == before
+            assert "/run/sidecar " not in read("/proc/self/mountinfo")
+        assert mounts() == before
 
     run(check())
 
@@ -382,7 +391,7 @@ def test_zygote_with_threads_refuses_to_be_forked(lab: Lab, run: Run, tmp_path: 
 
     async def check() -> None:
         environ = {**lab.record.environ, "PYTHONPATH": f"{clean_environ()['PYTHONPATH']}:{tmp_path}"}
-        zygote = Zygote.launch(["threaded"], environ, paths.run_dir(lab.name) / "zygote.log")
+        zygote = Zygote.launch(["threaded"], environ)
         with pytest.raises(LabError, match="importing threaded left 1 threads running"):
             await zygote.wait_ready()
         await zygote.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,11 @@ spec: {containers: [{name: app}]}
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    (tmp_path / "a.yaml").write_text(POD % "web")
-    stored.save(reading.load([tmp_path], "shop"), tmp_path)
-    return tmp_path
+    directory = tmp_path / "manifests"
+    directory.mkdir()
+    (directory / "a.yaml").write_text(POD % "web")
+    stored.save(reading.load([directory], "shop"), directory)
+    return directory
 
 
 def refuse(*_: object) -> None:
@@ -58,8 +61,21 @@ def test_other_name_is_another_mesh(directory: Path) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"rubbish", b"\x80\x04N."])
 def test_spoilt_copy_is_passed_over(directory: Path, data: bytes) -> None:
-    (directory / ".mesh").write_bytes(data)
+    copy = directory.with_name("manifests.mesh")
+    assert copy.exists()
+    copy.write_bytes(data)
     assert stored.load(directory, "shop").pods[0].meta.name == "web"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_copy_of_another_user_is_not_opened(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.chown(directory.with_name("manifests.mesh"), 1000, 1000)
+    monkeypatch.setattr(stored.pickle, "loads", refuse)
+    assert stored.load(directory, "shop").pods[0].meta.name == "web"
+
+
+def test_nothing_lies_among_the_manifests(directory: Path) -> None:
+    assert [file.name for file in directory.iterdir()] == ["a.yaml"]
 
 
 def test_errors_are_those_of_reading(directory: Path) -> None:
