@@ -89,20 +89,24 @@ def up(
     files: tuple[str, ...], name: str | None, detach: bool, runtime: str, backend: str, dry_run: bool, as_json: bool
 ) -> int:
     """Bring a lab up from manifests. Attached by default: Ctrl-C takes it down."""
-    from lab.manifests.load import load
 
-    mesh = load(files, name=name)
-    _warn(mesh)
+    def read() -> Mesh:
+        from lab.manifests.load import load
+
+        mesh = load(files, name=name)
+        _warn(mesh)
+        return mesh
+
     if dry_run:
-        return _plan(mesh, backend, as_json)
+        return _plan(read(), backend, as_json)
     if runtime == "docker":
         raise InputError("--runtime docker is not available in this version", next_step="Leave it out to use netns")
     _need_root("lab up")
     from lab import lifecycle
 
     if not detach:
-        return lifecycle.run_attached(mesh, backend=backend, on_ready=lambda info: _show_ready(info, as_json))
-    _show_ready(lifecycle.start_detached(mesh, backend=backend), as_json)
+        return lifecycle.run_attached(read, backend=backend, on_ready=lambda info: _show_ready(info, as_json))
+    _show_ready(lifecycle.start_detached(read, backend=backend), as_json)
     return 0
 
 
