@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import functools
 import ipaddress
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lab.errors import InputError
-from lab.manifests.model import ExternalHost, Fabric, Namespace, Pod, Service, ServiceEntry, Source
+from lab.manifests.model import ExternalHost, Fabric, Mesh, Namespace, Pod, Service, ServiceEntry, Source
 from lab.manifests.problems import Problems
 
 GATEWAY = "169.254.1.1"
@@ -48,9 +48,15 @@ class ServiceDraft:
 
 
 class Pool:
-    """The addresses that are in use, and what is chosen from the rest."""
+    """The addresses that are in use, and what is chosen from the rest.
 
-    def __init__(self) -> None:
+    Args:
+        held: addresses that owners had before, by owner and IP version: kept for them, and given to nobody else.
+    """
+
+    def __init__(self, held: Mapping[tuple[str, int], str] | None = None) -> None:
+        self._held = dict(held or {})
+        self._kept_for_others = set(self._held.values())
         self._owner: dict[str, Claim] = {GATEWAY: Claim(GATEWAY, "the lab's own gateway", Source())}
         self._candidates: dict[tuple[str, int], Iterator[str]] = {}
 
@@ -94,8 +100,12 @@ class Pool:
             InputError: all of them are taken.
         """
         key = (networks[0], start)
+        had = self._held.get((owner, 6 if ":" in networks[0] else 4))
+        if had is not None and had not in self._owner:
+            self._owner[had] = Claim(had, owner, Source())
+            return had
         for address in self._candidates.setdefault(key, _hosts(networks, start)):
-            if address not in self._owner:
+            if address not in self._owner and address not in self._kept_for_others:
                 self._owner[address] = Claim(address, owner, Source())
                 return address
         raise InputError(
@@ -136,9 +146,10 @@ def assign(
     claims: Sequence[Claim],
     problems: Problems,
     dual_stack: bool = False,
+    previous: Mesh | None = None,
 ) -> tuple[list[Pod], list[Service], list[ExternalHost], list[ServiceEntry], Fabric]:
-    """Gives every object its addresses: pinned ones first, then chosen ones in the order of the manifests."""
-    pool = Pool()
+    """Gives every object its addresses: pinned ones first, then those it had before, then chosen ones in the order of the manifests."""
+    pool = Pool(_held(previous) if previous is not None else None)
     pool.claim(claims, problems)
     for entry in service_entries:
         owner = f"ServiceEntry {entry.meta.key}"
@@ -178,9 +189,11 @@ def assign(
         have_families = {ipaddress.ip_address(ip).version for ip in host.addresses}
         extra = []
         if 4 not in have_families and not host.addresses:
-            extra.append(pool.choose(host.meta.name, ("203.0.113.0/24", "198.51.100.0/24", "192.0.2.0/24")))
+            extra.append(
+                pool.choose(f"ExternalHost {host.meta.name}", ("203.0.113.0/24", "198.51.100.0/24", "192.0.2.0/24"))
+            )
         if dual_stack and 6 not in have_families:
-            extra.append(pool.choose(host.meta.name, ("2001:db8:113::/112",)))
+            extra.append(pool.choose(f"ExternalHost {host.meta.name}", ("2001:db8:113::/112",)))
         new_hosts.append(replace(host, addresses=host.addresses + tuple(extra)))
     dns = pool.choose("cluster DNS", ("10.96.0.0/24",), 10)
     discovery = pool.choose("discovery", ("10.96.0.0/24",), 11)
@@ -194,6 +207,21 @@ def assign(
     }
     new_entries = [replace(entry, auto_addresses=automatic[entry.meta.key]) for entry in service_entries]
     return new_pods, new_services, new_hosts, new_entries, Fabric(dns, discovery, GATEWAY, dns6, discovery6)
+
+
+def _held(previous: Mesh) -> dict[tuple[str, int], str]:
+    """The addresses of an earlier mesh, by owner (as ``assign`` calls it) and IP version."""
+    owned = [(f"Pod {pod.meta.key}", pod.ips) for pod in previous.pods]
+    owned += [(f"Service {service.meta.key}", service.cluster_ips) for service in previous.services]
+    owned += [(f"ExternalHost {host.meta.name}", host.addresses) for host in previous.external_hosts]
+    owned += [
+        (f"ServiceEntry {entry.meta.key} {host}", addresses)
+        for entry in previous.service_entries
+        for host, addresses in entry.auto_addresses.items()
+    ]
+    fabric = previous.fabric
+    owned += [("cluster DNS", (fabric.dns, fabric.dns6)), ("discovery", (fabric.discovery, fabric.discovery6))]
+    return {(owner, 6 if ":" in address else 4): address for owner, found in owned for address in found if address}
 
 
 def eligible(entry: ServiceEntry, host: str) -> bool:
@@ -214,7 +242,7 @@ def _automatic(entry: ServiceEntry, pool: Pool) -> dict[str, tuple[str, ...]]:
             continue
         have = entry.auto_addresses.get(host, ())
         if not have:
-            owner = f"ServiceEntry {entry.meta.key}"
+            owner = f"ServiceEntry {entry.meta.key} {host}"
             have = (pool.choose(owner, ("240.240.0.0/16",)), pool.choose(owner, ("2001:2::/112",)))
         result[host] = have
     return result

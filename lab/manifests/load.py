@@ -41,17 +41,18 @@ from lab.manifests.schema.metadata import Object
 from lab.manifests.services import endpoint_slice, endpoints, service
 
 
-def load(paths: Sequence[str | Path], name: str | None = None) -> Mesh:
+def load(paths: Sequence[str | Path], name: str | None = None, previous: Mesh | None = None) -> Mesh:
     """The mesh that files and directories (their ``*.yaml`` and ``*.yml``, sorted) describe together.
 
     Args:
         paths: files or directories.
         name: the lab's name; by default that of the first path, without extension.
+        previous: the mesh as it runs now: what is in both keeps the addresses that it has there.
 
     Raises:
         InputError: the first of the errors that ``check`` would list.
     """
-    mesh, errors = check(paths, name)
+    mesh, errors = check(paths, name, previous)
     if mesh is None:
         raise errors[0]
     return mesh
@@ -66,7 +67,9 @@ def load_text(text: str, file: str = "-", name: str = "lab") -> Mesh:
     return mesh
 
 
-def check(paths: Sequence[str | Path], name: str | None = None) -> tuple[Mesh | None, list[InputError]]:
+def check(
+    paths: Sequence[str | Path], name: str | None = None, previous: Mesh | None = None
+) -> tuple[Mesh | None, list[InputError]]:
     """The mesh, or None and every error that was found, in the order of the files."""
     try:
         files = _files(paths)
@@ -74,7 +77,7 @@ def check(paths: Sequence[str | Path], name: str | None = None) -> tuple[Mesh | 
     except InputError as error:
         return None, [error]
     problems = Problems()
-    mesh = _build(texts, name or lab_name(Path(paths[0])), problems)
+    mesh = _build(texts, name or lab_name(Path(paths[0])), problems, previous)
     return mesh, problems.errors
 
 
@@ -346,7 +349,9 @@ def _endpoint_slices(objects: _Objects, problems: Problems) -> list[EndpointSlic
     return found
 
 
-def _build(texts: Sequence[tuple[str, str]], name: str, problems: Problems) -> Mesh | None:
+def _build(
+    texts: Sequence[tuple[str, str]], name: str, problems: Problems, previous: Mesh | None = None
+) -> Mesh | None:
     """The mesh, or None if ``problems`` holds an error."""
     objects = _collect(texts, problems)
     config = _mesh_config(objects, problems)
@@ -364,8 +369,9 @@ def _build(texts: Sequence[tuple[str, str]], name: str, problems: Problems) -> M
     hosts: list[ExternalHost] = [sidecarlab.external_host(item, claims) for item in objects.of("ExternalHost")]
     links: list[Link] = [sidecarlab.link(item) for item in objects.of("Link")]
     try:
+        dual_stack = _dual_stack(config, services, claims)
         placed = addresses.assign(
-            namespaces, pods, services, hosts, entries, claims, problems, _dual_stack(config, services, claims)
+            namespaces, pods, services, hosts, entries, claims, problems, dual_stack=dual_stack, previous=previous
         )
     except InputError as error:
         problems.errors.append(error)

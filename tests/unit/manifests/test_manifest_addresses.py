@@ -195,6 +195,32 @@ def test_a_used_up_range_is_told() -> None:
         pool.choose("x", ("192.0.2.0/30",))
 
 
+def test_what_runs_keeps_its_addresses() -> None:
+    before = pod("x") + service("s") + host("h") + entry("one", "hosts: [a.example], resolution: DNS")
+    added = pod("w", "aa") + pod("aaa") + service("r") + host("g") + entry("new", "hosts: [b.example], resolution: DNS")
+    old = load.load_text(before)
+    problems = load.Problems()
+    new = load._build([("-", added + before)], "lab", problems, old)
+    assert new is not None
+    for kind in ("pods", "services", "external_hosts", "service_entries"):
+        then = {one.meta.key: one for one in getattr(old, kind)}
+        now = {one.meta.key: one for one in getattr(new, kind)}
+        for key, one in then.items():
+            for name in ("ips", "cluster_ips", "addresses", "auto_addresses"):
+                assert getattr(one, name, None) == getattr(now[key], name, None)
+    assert old.fabric == new.fabric
+    found = addresses(new)
+    assert len(found) == len(set(found))
+
+
+def test_a_pin_beats_what_was_before() -> None:
+    old = load.load_text(pod("x"))
+    problems = load.Problems()
+    new = load._build([("-", pod("x") + pod("w", ip="10.244.1.1"))], "lab", problems, old)
+    assert new is not None
+    assert {one.name: one.ip for one in new.pods} == {"x.a": "10.244.1.2", "w.a": "10.244.1.1"}
+
+
 _names = st.lists(st.sampled_from("abcdefgh"), max_size=8, unique=True)
 _ips = st.integers(0, 6).map(lambda n: f"10.244.1.{n + 1}") | st.just("")
 
