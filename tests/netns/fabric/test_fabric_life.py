@@ -381,7 +381,17 @@ def _mtu(lab: Lab, place: str, interface: str) -> int:
 
 # --- the host ---------------------------------------------------------------------------------------------------------
 
-
+# A host with names of ours in use, a firewall that forwards nothing and strict settings that namespaces inherit.
+_HOST = """
+set -e
+ip link set lo up
+ip link add outside type veth peer name node
+ip link set outside up
+ip addr add 10.244.1.1/24 dev outside
+nft add table inet sidecarlab-services
+nft add chain inet sidecarlab-services forward '{ type filter hook forward priority 0; policy drop; }'
+sysctl -qw net.ipv4.conf.all.rp_filter=1 net.ipv4.conf.default.rp_filter=1 net.ipv4.ip_forward=0
+"""
 _DUMPS = (
     ["ip", "-o", "link"],
     ["ip", "-o", "addr"],
@@ -389,15 +399,14 @@ _DUMPS = (
     ["ip", "-6", "route", "show", "table", "all"],
     ["ip", "rule"],
     ["ip", "neigh", "show", "nud", "permanent"],
-    ["ip", "netns"],
     ["nft", "list", "ruleset"],
     ["iptables-legacy-save"],
     ["sysctl", "-a", "--pattern", r"^net\.(ipv[46]\.(conf\.(all|default)\.|ip_|icmp|ping)|netfilter\.nf_log)"],
 )
 
 
-def _host() -> dict[str, str]:
-    """Everything of the root namespace that a lab could disturb; times and counters left out."""
+def _dump() -> dict[str, str]:
+    """Everything of a host's namespace that a lab could disturb; times and counters left out."""
     seen = {}
     for command in _DUMPS:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -407,32 +416,30 @@ def _host() -> dict[str, str]:
 
 
 def test_the_host_and_a_foreign_namespace_are_as_they_were(tmp_path: Path) -> None:
-    foreign = tmp_path / "foreign"
-    foreign.touch()
-    subprocess.run(["unshare", f"--net={foreign}", "sh", "-c", _FOREIGN], check=True)
-    try:
-        before, there = _host(), namespaces.inside(foreign, _host)
-        assert "veth-foreign" in there["ip -o link"]
-        assert "sidecarlab-services" in there["nft list ruleset"]
+    """The host is a namespace of the test's own, so that nobody else changes it meanwhile."""
+    host, foreign = tmp_path / "host", tmp_path / "foreign"
+    for pin in (host, foreign):
+        pin.touch()
+        subprocess.run(["unshare", f"--net={pin}", "sh", "-c", _HOST], check=True)
+
+    def live() -> None:
+        before = _dump()
+        assert "policy drop" in before["nft list ruleset"]
         events = _links()
-        with up(*SMALL, link("l", "{between: [a.shop, b.shop], cut: true}")) as lab:
-            while_up = _host()
-            made = [p.interface for p in lab.plan.places]
-        assert while_up == before
-        assert _host() == before
-        assert namespaces.inside(foreign, _host) == there
-        heard = b"".join(_read_all(events))
-        assert [interface for interface in made if interface.encode() in heard] == []
+        with up(*SMALL, link("l", "{between: [a.shop, '*'], mtu: 1300}")) as lab:
+            server = lab.listen("ext-vendor", "203.0.113.8", 7000)
+            assert lab.peer_seen("a.shop", "203.0.113.8", 7000, server) == A
+            assert _dump() == before
+        assert _dump() == before
+        assert b"".join(_read_all(events)) == b""
+
+    try:
+        there = namespaces.inside(foreign, _dump)
+        namespaces.inside(host, live)
+        assert namespaces.inside(foreign, _dump) == there
     finally:
+        record.unmount(host)
         record.unmount(foreign)
-
-
-# A namespace of somebody else's that holds a table and a link with names of ours.
-_FOREIGN = """
-ip link add outside type veth peer name veth-foreign
-ip link set outside up
-nft add table inet sidecarlab-services
-"""
 
 
 def _read_all(events: socket.socket) -> Iterator[bytes]:
