@@ -36,7 +36,9 @@ RULES: dict[str, tuple[str, ...]] = {
     "lab.probe": (*_RUNTIME, "lab.verdict", "lab.trace", "lab.probe"),
     "lab.proxyconfig": PACKAGES,
     "lab.show": PACKAGES,
+    "lab.supervisor": PACKAGES,
     "lab.lifecycle": PACKAGES,
+    "lab.verify": PACKAGES,
     "lab.cli": PACKAGES,
     "lab.__main__": PACKAGES,
 }
