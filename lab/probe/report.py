@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 from lab.verdict import Verdict
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
 
 
 def summary(verdicts: Sequence[Verdict]) -> dict[str, int]:
@@ -33,26 +33,28 @@ def to_json(lab: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
     return {"lab": lab, "verdicts": [v.to_dict() for v in verdicts], "summary": summary(verdicts)}
 
 
-def table(verdicts: Sequence[Verdict], title: str | None = None) -> Table:
-    """One row a test; below a row that failed, why. For a terminal (rich)."""
+def table(verdicts: Sequence[Verdict], title: str | None = None) -> Group:
+    """One row a test, and below the rows why tests failed or were skipped. For a terminal (rich)."""
     from rich import box
+    from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    rows = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("test", "flow", "outbound", "envoy", "inbound", "outcome", ""):
-        made.add_column(name, overflow="fold")
+        rows.add_column(name, overflow="fold")
+    reasons: list[Text] = []
     for v in verdicts:
         mark = {True: Text("ok", "green"), False: Text("FAIL", "bold red"), None: Text("skip", "yellow")}[v.passed]
         cells = [v.test, _flow(v), _outbound(v), _envoy(v), _inbound(v), _outcome(v)]
-        made.add_row(*(Text(c) for c in cells), mark)
-        reasons = list(v.differences) if v.passed is False else [v.skipped] if v.skipped else []
-        for reason in reasons:
-            made.add_row("", Text(f"  {reason}", "red" if v.passed is False else "yellow"))
-        if v.passed is False:
-            for rule in _rules(v):
-                made.add_row("", Text(f"  {rule}", "dim"))
-    return made
+        rows.add_row(*(Text(c) for c in cells), mark)
+        if v.passed is None:
+            reasons.append(Text(f"skip {v.test}: {v.skipped}", "yellow"))
+        elif not v.passed:
+            reasons.append(Text(f"FAIL {v.test}", "bold red"))
+            reasons += [Text(f"  {difference}", "red") for difference in v.differences]
+            reasons += [Text(f"  {line}", "dim") for line in why(v)]
+    return Group(rows, *reasons)
 
 
 def junit(lab: str, verdicts: Sequence[Verdict]) -> str:
@@ -70,7 +72,7 @@ def junit(lab: str, verdicts: Sequence[Verdict]) -> str:
     for v in verdicts:
         case = ElementTree.SubElement(suite, "testcase", name=v.test, classname=lab, time=f"{v.seconds:.3f}")
         if v.passed is False:
-            text = "\n".join([*v.differences, *_rules(v)])
+            text = "\n".join([*v.differences, *why(v)])
             ElementTree.SubElement(
                 case, "failure", message=_xml(v.differences[0] if v.differences else "")
             ).text = _xml(text)
@@ -134,14 +136,19 @@ def _outcome(v: Verdict) -> str:
     return f"{v.outcome.result} {v.outcome.status}" if v.outcome.status else v.outcome.result
 
 
-def _rules(v: Verdict) -> list[str]:
-    """The deciding rules of a verdict, in words: they say why more often than anything else."""
+def why(v: Verdict) -> list[str]:
+    """What a reader of a failure wants to know next: the rules that decided, and what sender and Envoy said."""
     found = []
     for name, part in (("dns", v.dns), ("outbound", v.outbound), ("inbound", v.inbound)):
         if part and part.rule:
             where = f"{part.rule.table} {part.rule.chain}"
             position = f" rule {part.rule.position}" if part.rule.position else ""
             found.append(f"{name} was decided by {where}{position}: {part.rule.text}")
+    for name, proxy in (("the client's Envoy", v.envoy), ("the Envoy of the pod that was reached", v.inbound)):
+        if proxy and (proxy.details or proxy.response_flags not in (None, "-")):
+            found.append(f"{name}: flags {proxy.response_flags}, {proxy.details or 'no details'}")
+    if v.outcome and v.outcome.error:
+        found.append(f"the sender: {v.outcome.error}")
     return found
 
 
