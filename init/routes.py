@@ -87,13 +87,9 @@ def remove(config: Config, log: Log) -> None:
             )
             log.info("removed ::6 from lo")
         for family in (socket.AF_INET, socket.AF_INET6) if mark and table else ():
-            for _ in list(_rules(route, family, mark, table)):
-                _try(
-                    "remove the policy rule",
-                    route.rule,
-                    {"family": family, "fwmark": mark, "table": table},
-                    errno.ENOENT,
-                )
+            for rule in list(_rules(route, family, mark, table)):
+                request = {**_policy(family, mark, table), "priority": rule.get("priority")}
+                _try("remove the policy rule", route.rule, request, errno.ENOENT)
                 log.info(f"removed the policy rule for mark {mark}")
             gone = (errno.ESRCH, errno.ENOENT, errno.EAFNOSUPPORT)
             _try("remove the local route", route.route, _route(family, table, lo), *gone)
