@@ -15,6 +15,7 @@ import re
 import ssl
 import tempfile
 import time
+import warnings
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -104,7 +105,10 @@ def valid_roots(bundle: bytes) -> bytes:
     for match in _PEM.finditer(bundle):
         pem = _with_newline(match.group(0))
         try:
-            x509.load_pem_x509_certificate(pem)
+            with warnings.catch_warnings():
+                # Old roots of operating systems have serial numbers that cryptography only warns about.
+                warnings.simplefilter("ignore")
+                x509.load_pem_x509_certificate(pem)
         except ValueError as error:
             log.error("skipping a root certificate: %s", error)
             continue

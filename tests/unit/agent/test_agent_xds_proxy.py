@@ -1,0 +1,516 @@
+"""The xDS proxy between a real gRPC client (as Envoy) and a real gRPC server (as discovery) (spec: agent 9)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+import uvloop
+from envoy.service.discovery.v3 import discovery_pb2
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.rpc import status_pb2
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agent.debug_port import DebugPort, readable
+from agent.http import Target, fetch
+from agent.metrics import Metrics
+from agent.protos import nds_pb2, proxy_config_pb2
+from agent.xds_proxy import (
+    CLUSTER_TYPE,
+    DELTA,
+    HEALTH_TYPE,
+    LISTENER_TYPE,
+    NAME_TABLE_TYPE,
+    PROXY_CONFIG_TYPE,
+    SERVICE,
+    SOTW,
+    Flavour,
+    Handler,
+    HealthEvent,
+    Upstream,
+    XdsProxy,
+    channel_options,
+    is_expected_end,
+    is_forwarded,
+    server_options,
+    short_type,
+)
+
+DEADLINE = 10.0
+Json = dict[str, Any]
+
+
+def run(job: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(DEADLINE):
+            await job()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(limited())
+
+
+class Discovery:
+    """A gRPC server that shows what it gets and sends what it is told, one stream at a time."""
+
+    def __init__(self) -> None:
+        self.requests: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
+        self.streams: asyncio.Queue[tuple[int, Any, Flavour]] = asyncio.Queue()
+        self.peers: list[str] = []
+        self.metadata: list[dict[str, str]] = []
+        self.ends: dict[int, asyncio.Future[tuple[grpc.StatusCode, str] | None]] = {}
+
+    async def __aenter__(self) -> Discovery:
+        self.server = grpc.aio.server()
+        handlers = {
+            flavour.method: grpc.stream_stream_rpc_method_handler(self._handler(flavour)) for flavour in (SOTW, DELTA)
+        }
+        self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        self.port = self.server.add_insecure_port("127.0.0.1:0")
+        await self.server.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.server.stop(None)
+
+    def _handler(self, flavour: Flavour) -> Any:
+        async def handle(requests: AsyncIterator[bytes], context: Any) -> None:
+            number = len(self.peers)
+            self.peers.append(context.peer())
+            self.metadata.append(dict(context.invocation_metadata()))
+            self.ends[number] = asyncio.get_running_loop().create_future()
+            await self.streams.put((number, context, flavour))
+
+            async def read() -> None:
+                async for data in requests:
+                    await self.requests.put((number, flavour.request.FromString(data)))
+
+            reader = asyncio.create_task(read())
+            await asyncio.wait({reader, self.ends[number]}, return_when=asyncio.FIRST_COMPLETED)
+            reader.cancel()
+            if self.ends[number].done():
+                end = self.ends[number].result()
+                if end is not None:
+                    await context.abort(*end)
+
+        return handle
+
+    async def request(self) -> Any:
+        return (await self.requests.get())[1]
+
+
+class Rig:
+    """Envoy, the proxy and discovery."""
+
+    def __init__(self, tmp_path: Path, handlers: dict[str, Handler] | None = None, metadata: Any = None) -> None:
+        self.path = str(tmp_path / "XDS")
+        self.discovery = Discovery()
+        self.metrics = Metrics()
+        self.handlers = handlers or {}
+        self.seen: list[tuple[str, str, str]] = []
+        self.call_metadata = metadata or (lambda: [("clusterid", "Kubernetes")])
+
+    async def __aenter__(self) -> Rig:
+        await self.discovery.__aenter__()
+        address = f"127.0.0.1:{self.discovery.port}"
+        upstream = Upstream(
+            address,
+            lambda: grpc.aio.insecure_channel(address, options=channel_options(30, 10)),
+            lambda: self.call_metadata(),
+        )
+        self.proxy = XdsProxy(self.path, upstream, self.metrics, self.handlers, lambda *event: self.seen.append(event))
+        await self.proxy.start(server_options(100, 4 << 20, 30, 10))
+        self.channel = grpc.aio.insecure_channel(f"unix:{self.path}", options=[("grpc.use_local_subchannel_pool", 1)])
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.channel.close(None)
+        await self.proxy.stop()
+        await self.discovery.__aexit__()
+
+    def envoy(self, flavour: Flavour = DELTA) -> Any:
+        return self.channel.stream_stream(f"/{SERVICE}/{flavour.method}")()
+
+    async def connected(self, flavour: Flavour = DELTA) -> tuple[Any, int, Any]:
+        """Envoy's call, and discovery's end of it, after the cluster and listener requests."""
+        call = self.envoy(flavour)
+        for type_url in (CLUSTER_TYPE, LISTENER_TYPE):
+            await call.write(flavour.request(type_url=type_url).SerializeToString())
+        number, context, _ = await self.discovery.streams.get()
+        for type_url in (CLUSTER_TYPE, LISTENER_TYPE):
+            assert (await self.discovery.request()).type_url == type_url
+        return call, number, context
+
+
+def response(flavour: Flavour, type_url: str, nonce: str, *resources: AnyMessage) -> bytes:
+    message = flavour.response(type_url=type_url, nonce=nonce)
+    for resource in resources:
+        if flavour.delta:
+            message.resources.add(name="r").resource.CopyFrom(resource)
+        else:
+            message.resources.add().CopyFrom(resource)
+    if not flavour.delta:
+        message.version_info = "v1"
+    data: bytes = message.SerializeToString()
+    return data
+
+
+def packed(message: Any) -> AnyMessage:
+    result = AnyMessage()
+    result.Pack(message)
+    return result
+
+
+FLAVOURS = pytest.mark.parametrize("flavour", [SOTW, DELTA], ids=["sotw", "delta"])
+
+
+@FLAVOURS
+def test_messages_pass_unchanged_in_both_directions(tmp_path: Path, flavour: Flavour) -> None:
+    async def job() -> None:
+        async with Rig(tmp_path) as rig:
+            call = rig.envoy(flavour)
+            request = flavour.request(type_url=CLUSTER_TYPE, response_nonce="n")
+            request.node.id = "sidecar~1.2.3.4~a.b~c"
+            await call.write(request.SerializeToString())
+            _, context, used = await rig.discovery.streams.get()
+            assert used is flavour
+            assert await rig.discovery.request() == request
+            sent = response(flavour, CLUSTER_TYPE, "1", packed(nds_pb2.NameTable()))
+            await context.write(sent)
+            assert await call.read() == sent
+            assert rig.metrics.xds_proxy_requests.value == 1
+            assert rig.metrics.xds_proxy_responses.value == 1
+            call.cancel()
+
+    run(job)
+
+
+def test_each_stream_has_its_own_connection(tmp_path: Path) -> None:
+    async def job() -> None:
+        async with Rig(tmp_path) as rig:
+            for _ in range(3):
+                call, _, _ = await rig.connected()
+                call.cancel()
+            assert len(set(rig.discovery.peers)) == 3
+
+    run(job)
+
+
+def test_metadata_of_a_call(tmp_path: Path) -> None:
+    async def job() -> None:
+        tokens = iter(("first", "second"))
+
+        def metadata() -> list[tuple[str, str]]:
+            return [("clusterid", "c1"), ("authorization", f"Bearer {next(tokens)}"), ("x-mine", "1")]
+
+        async with Rig(tmp_path, metadata=metadata) as rig:
+            for token in ("first", "second"):
+                call, _, _ = await rig.connected()
+                found = rig.discovery.metadata[-1]
+                assert (found["clusterid"], found["authorization"], found["x-mine"]) == ("c1", f"Bearer {token}", "1")
+                call.cancel()
+
+    run(job)
+
+
+@FLAVOURS
+def test_what_the_agent_asks_for_itself(tmp_path: Path, flavour: Flavour) -> None:
+    async def job() -> None:
+        tables: list[nds_pb2.NameTable] = []
+        handlers: dict[str, Handler] = {
+            NAME_TABLE_TYPE: lambda data: tables.append(nds_pb2.NameTable.FromString(data)),
+            PROXY_CONFIG_TYPE: lambda data: None,
+        }
+        async with Rig(tmp_path, handlers) as rig:
+            rig.proxy.send_health(HealthEvent(False, "down"))
+            call, _, context = await rig.connected(flavour)
+            own = [await rig.discovery.request() for _ in range(3)]
+            assert [request.type_url for request in own] == [NAME_TABLE_TYPE, PROXY_CONFIG_TYPE, HEALTH_TYPE]
+            assert own[0] == flavour.request(type_url=NAME_TABLE_TYPE)
+            assert own[2].error_detail.code == 13
+            assert own[2].error_detail.message == "down"
+
+            table = nds_pb2.NameTable()
+            table.table["a.example"].ips.append("1.2.3.4")
+            await context.write(response(flavour, NAME_TABLE_TYPE, "7", packed(table), packed(nds_pb2.NameTable())))
+            ack = await rig.discovery.request()
+            expected = flavour.request(type_url=NAME_TABLE_TYPE, response_nonce="7")
+            if flavour is SOTW:
+                expected.version_info = "v1"
+            assert ack == expected
+            assert tables == [table]
+
+            await context.write(response(flavour, NAME_TABLE_TYPE, "8"))
+            rig.proxy.send_health(HealthEvent(True))
+            healthy = await rig.discovery.request()
+            assert healthy == flavour.request(type_url=HEALTH_TYPE)
+            await context.write(response(flavour, CLUSTER_TYPE, "9"))
+            assert flavour.response.FromString(await call.read()).type_url == CLUSTER_TYPE
+            call.cancel()
+
+    run(job)
+
+
+def test_own_requests_follow_the_first_listener_request_only(tmp_path: Path) -> None:
+    async def job() -> None:
+        async with Rig(tmp_path, {NAME_TABLE_TYPE: lambda data: None}) as rig:
+            call = rig.envoy()
+            rig.proxy.send_health(HealthEvent(True))
+            for type_url in (CLUSTER_TYPE, LISTENER_TYPE, LISTENER_TYPE, CLUSTER_TYPE):
+                await call.write(DELTA.request(type_url=type_url).SerializeToString())
+            types = [(await rig.discovery.request()).type_url for _ in range(6)]
+            assert types.count(NAME_TABLE_TYPE) == types.count(HEALTH_TYPE) == 1
+            assert types[0] == CLUSTER_TYPE
+            assert types.index(LISTENER_TYPE) < types.index(NAME_TABLE_TYPE) < types.index(HEALTH_TYPE)
+            call.cancel()
+
+    run(job)
+
+
+@FLAVOURS
+def test_a_handler_that_fails_is_a_nack(tmp_path: Path, flavour: Flavour) -> None:
+    async def job() -> None:
+        def fails(_: bytes) -> None:
+            raise ValueError("bad table")
+
+        async with Rig(tmp_path, {NAME_TABLE_TYPE: fails}) as rig:
+            call, _, context = await rig.connected(flavour)
+            await rig.discovery.request()
+            await context.write(response(flavour, NAME_TABLE_TYPE, "5", packed(nds_pb2.NameTable())))
+            nack = await rig.discovery.request()
+            assert (nack.response_nonce, nack.error_detail.code) == ("5", 13)
+            assert "bad table" in nack.error_detail.message
+            call.cancel()
+
+    run(job)
+
+
+def test_other_types_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def job() -> None:
+        async with Rig(tmp_path) as rig:
+            call, _, context = await rig.connected()
+            await context.write(response(DELTA, "type.googleapis.com/istio.nonsense", "1"))
+            await context.write(response(DELTA, NAME_TABLE_TYPE, "2", packed(nds_pb2.NameTable())))
+            await context.write(response(DELTA, "type.googleapis.com/istio.workload.Workload", "3"))
+            received = DELTA.response.FromString(await call.read())
+            assert received.nonce == "3"
+            call.cancel()
+
+    run(job)
+    assert "Skipping unexpected response type type.googleapis.com/istio.nonsense" in caplog.text
+
+
+def test_discoverys_error_reaches_envoy(tmp_path: Path) -> None:
+    async def job() -> None:
+        async with Rig(tmp_path) as rig:
+            call, number, _ = await rig.connected()
+            rig.discovery.ends[number].set_result((grpc.StatusCode.PERMISSION_DENIED, "not you"))
+            assert await call.code() is grpc.StatusCode.PERMISSION_DENIED
+            assert await call.details() == "not you"
+            assert rig.metrics.istiod_connection_failures.value == 1
+
+    run(job)
+
+
+def test_a_clean_end_reaches_envoy(tmp_path: Path) -> None:
+    async def job() -> None:
+        async with Rig(tmp_path) as rig:
+            call, number, _ = await rig.connected()
+            rig.discovery.ends[number].set_result(None)
+            assert await call.code() is grpc.StatusCode.OK
+
+    run(job)
+
+
+def test_an_unreachable_discovery_is_a_stream_error(tmp_path: Path) -> None:
+    async def job() -> None:
+        async with Rig(tmp_path) as rig:
+            await rig.discovery.server.stop(None)
+            call = rig.envoy()
+            await call.write(DELTA.request(type_url=CLUSTER_TYPE).SerializeToString())
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
+
+    run(job)
+
+
+def test_envoys_end_closes_the_upstream(tmp_path: Path) -> None:
+    async def job() -> None:
+        async with Rig(tmp_path) as rig:
+            call, _, context = await rig.connected()
+            gone = asyncio.Event()
+            context.add_done_callback(lambda _: gone.set())
+            call.cancel()
+            await gone.wait()
+
+    run(job)
+
+
+def test_a_new_stream_closes_the_previous_one(tmp_path: Path) -> None:
+    async def job() -> None:
+        async with Rig(tmp_path) as rig:
+            first, _, _ = await rig.connected()
+            second, _, context = await rig.connected()
+            assert await first.code() is grpc.StatusCode.OK
+            await context.write(response(DELTA, CLUSTER_TYPE, "1"))
+            assert DELTA.response.FromString(await second.read()).nonce == "1"
+            second.cancel()
+
+    run(job)
+
+
+def test_a_nack_is_one_line_with_envoys_words(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def job() -> None:
+        async with Rig(tmp_path) as rig:
+            call, _, _ = await rig.connected()
+            nack = DELTA.request(type_url=LISTENER_TYPE, response_nonce="3")
+            nack.error_detail.CopyFrom(status_pb2.Status(code=13, message='Error adding "x":\n  no such filter'))
+            await call.write(nack.SerializeToString())
+            assert await rig.discovery.request() == nack
+            assert rig.proxy.nacks == {LISTENER_TYPE: 'Error adding "x": no such filter'}
+            assert rig.seen[-1] == (LISTENER_TYPE, "3", 'Error adding "x":\n  no such filter')
+            await call.write(DELTA.request(type_url=LISTENER_TYPE, response_nonce="4").SerializeToString())
+            await rig.discovery.request()
+            assert rig.proxy.nacks == {}
+            call.cancel()
+
+    with caplog.at_level(logging.WARNING, "xdsproxy"):
+        run(job)
+    assert "nack type=Listener error=\"Error adding 'x': no such filter\"" in caplog.messages
+
+
+def test_a_big_push_passes(tmp_path: Path) -> None:
+    async def job() -> None:
+        async with Rig(tmp_path) as rig:
+            rig.channel = grpc.aio.insecure_channel(
+                f"unix:{rig.path}",
+                options=[("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)],
+            )
+            call, _, context = await rig.connected()
+            big = AnyMessage(type_url=CLUSTER_TYPE, value=b"x" * (16 << 20))
+            await context.write(response(DELTA, CLUSTER_TYPE, "1", big))
+            assert len(await call.read()) > 16 << 20
+            call.cancel()
+
+    run(job)
+
+
+def test_many_requests_without_a_reader_do_not_block(tmp_path: Path) -> None:
+    async def job() -> None:
+        async with Rig(tmp_path) as rig:
+            call = rig.envoy()
+            for number in range(2000):
+                request = DELTA.request(type_url=CLUSTER_TYPE, response_nonce=str(number))
+                await call.write(request.SerializeToString())
+            for number in range(2000):
+                assert (await rig.discovery.request()).response_nonce == str(number)
+            call.cancel()
+
+    run(job)
+
+
+@given(data=st.binary(max_size=200))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_bytes_of_envoy_crash_or_hang_the_request_path(tmp_path: Path, data: bytes) -> None:
+    async def job() -> None:
+        async with Rig(tmp_path) as rig:
+            call = rig.envoy()
+            await call.write(data)
+            await call.write(DELTA.request(type_url=CLUSTER_TYPE, response_nonce="end").SerializeToString())
+            reader = asyncio.ensure_future(_until(rig, "end"))
+            ended = asyncio.ensure_future(call.code())
+            done, pending = await asyncio.wait({reader, ended}, return_when=asyncio.FIRST_COMPLETED)
+            assert done
+            if ended in done:
+                assert ended.result() is grpc.StatusCode.INTERNAL
+            for task in pending:
+                task.cancel()
+            call.cancel()
+
+    run(job)
+
+
+async def _until(rig: Rig, nonce: str) -> None:
+    while (await rig.discovery.request()).response_nonce != nonce:
+        pass
+
+
+def test_debug_questions_ride_the_stream(tmp_path: Path) -> None:
+    async def job() -> None:
+        async with Rig(tmp_path) as rig:
+            debug = DebugPort(rig.proxy, "127.0.0.1")
+            port = free_port()
+            await debug.start(port)
+
+            async def get(path: str) -> Any:
+                return await fetch(Target("127.0.0.1", port), "GET", path, timeout=DEADLINE)
+
+            assert (await get("/debug/syncz")).status == 503
+            assert (await get("/other")).status == 404
+            call, _, context = await rig.connected()
+            answer = asyncio.ensure_future(get("/debug/config_dump?resourceName=a.b"))
+            question = await rig.discovery.request()
+            assert question.type_url == "istio.io/debug/config_dump"
+            assert list(question.resource_names_subscribe) == ["a.b"]
+            body = AnyMessage(type_url="istio.io/debug", value=json.dumps({"clusters": [1]}).encode())
+            await context.write(response(DELTA, question.type_url, "1", body))
+            result = await answer
+            assert result.status == 200
+            assert json.loads(result.body) == {
+                "typeUrl": "istio.io/debug/config_dump",
+                "resources": [{"@type": "istio.io/debug", "value": {"clusters": [1]}}],
+            }
+            await debug.stop()
+            call.cancel()
+
+    run(job)
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def test_debug_answers_are_readable() -> None:
+    table = nds_pb2.NameTable()
+    table.table["a"].ips.append("1.1.1.1")
+    message = discovery_pb2.DiscoveryResponse(type_url="t")
+    message.resources.add().Pack(table)
+    message.resources.add(type_url="unknown", value=b"plain text")
+    assert [resource["value"] for resource in readable(message)["resources"]] == [
+        {"@type": NAME_TABLE_TYPE, "table": {"a": {"ips": ["1.1.1.1"]}}},
+        "plain text",
+    ]
+
+
+def test_type_names() -> None:
+    assert short_type(CLUSTER_TYPE) == "Cluster"
+    assert short_type("istio.io/debug/syncz") == "syncz"
+    assert is_forwarded(CLUSTER_TYPE)
+    assert not is_forwarded(PROXY_CONFIG_TYPE)
+    assert proxy_config_pb2.ProxyConfig.DESCRIPTOR.full_name == "istio.mesh.v1alpha1.ProxyConfig"
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "expected"),
+    [
+        (grpc.StatusCode.CANCELLED, "", True),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "", True),
+        (grpc.StatusCode.UNAVAILABLE, "transport is closing", True),
+        (grpc.StatusCode.UNAVAILABLE, "connection refused", False),
+        (grpc.StatusCode.INTERNAL, "stream terminated by RST_STREAM with error code 0", True),
+        (grpc.StatusCode.PERMISSION_DENIED, "", False),
+    ],
+)
+def test_expected_ends(code: grpc.StatusCode, details: str, expected: bool) -> None:
+    assert is_expected_end(code, details) is expected
