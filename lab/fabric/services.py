@@ -3,7 +3,10 @@
 A virtual port is one (ClusterIP, protocol, port); a packet to it goes to one of its endpoints at random. Without
 endpoints, and on a port that the ClusterIP does not have, it is rejected. The source stays, except where the chosen
 endpoint is the sender itself (hairpin): then it becomes the node's, or the answer would not pass the node.
-Sources of the rules: kubernetes/kubernetes: pkg/proxy/nftables/proxier.go and pkg/proxy/iptables/proxier.go.
+Sources of the rules: kubernetes/kubernetes: pkg/proxy/nftables/proxier.go and pkg/proxy/iptables/proxier.go. One thing
+differs: kube-proxy rejects TCP, too, by ICMP, which a connecting socket takes as the same "connection refused". Over a
+veth that error arrives while connect(2) still holds the socket; the kernel then drops it and a client hears of the
+next one only, a second later. So TCP gets a reset here.
 """
 
 from __future__ import annotations
@@ -145,13 +148,17 @@ def nft_document(ports: Sequence[VirtualPort], node_ips: Mapping[int, str]) -> s
         if port.endpoints:
             lines += _service_chain(port)
     lines += [
+        "  chain refuse {",
+        "    meta l4proto tcp reject with tcp reset",
+        "    reject",
+        "  }",
         "  chain services {",
         "    ip daddr . meta l4proto . th dport vmap @services4",
         "    ip6 daddr . meta l4proto . th dport vmap @services6",
         "  }",
         "  chain unserved {",
-        "    ip daddr @addresses4 reject",
-        "    ip6 daddr @addresses6 reject",
+        "    ip daddr @addresses4 goto refuse",
+        "    ip6 daddr @addresses6 goto refuse",
         "  }",
         *_hook("prerouting", "nat", "prerouting", "dstnat", "jump services"),
         *_hook("output", "nat", "output", "-100", "jump services"),
@@ -227,5 +234,7 @@ def legacy_document(ports: Sequence[VirtualPort], version: int, node_ip: str) ->
             nat.append(f"-A {p.short_chain} -p {p.transport} {chance}-j DNAT --to-destination {target}")
     filters = ["*filter", ":INPUT ACCEPT [0:0]", ":FORWARD ACCEPT [0:0]", ":OUTPUT ACCEPT [0:0]", ":UNSERVED - [0:0]"]
     filters += [f"-A {chain} -m conntrack --ctstate NEW -j UNSERVED" for chain in ("FORWARD", "OUTPUT")]
-    filters += [f"-A UNSERVED -d {ip} -j REJECT" for ip in dict.fromkeys(p.ip for p in ports)]
+    for ip in dict.fromkeys(p.ip for p in ports):
+        filters.append(f"-A UNSERVED -d {ip} -p tcp -j REJECT --reject-with tcp-reset")
+        filters.append(f"-A UNSERVED -d {ip} -j REJECT")
     return "\n".join([*nat, "COMMIT", *filters, "COMMIT", ""])
