@@ -174,7 +174,8 @@ class Place:
             os.close(self.pidfd)
             self.pidfd = -1
         for _, future in self._starting.values():
-            future.set_exception(LabError("a process cannot be started", self.name, "the place has ended"))
+            if not future.done():  # cancelled: nobody waits any more
+                future.set_exception(LabError("a process cannot be started", self.name, "the place has ended"))
         self._starting.clear()
         for process in self.processes.values():
             if process.running:
@@ -209,7 +210,7 @@ class Place:
         elif event == "started":
             spec, future = self._starting.pop(name)
             self.processes[name] = process = Process(spec, fds.pop())
-            if not future.cancelled():
+            if not future.done():
                 future.set_result(process)
         elif event == "ready":
             if process is not None and not process.ready.done():
@@ -221,7 +222,7 @@ class Place:
         elif event == "failed":
             if name in self._starting:
                 spec, future = self._starting.pop(name)
-                if not future.cancelled():
+                if not future.done():
                     future.set_exception(LabError(f"{name} cannot be started", self.name, str(message["error"])))
             else:
                 self.fail(str(message["error"]))
