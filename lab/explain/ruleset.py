@@ -1,0 +1,244 @@
+"""A parsed rule set: tables, chains, rules; and what rules do. iptables and nftables share it. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lab.explain.conditions import Condition, Range
+from lab.explain.packet import FULL
+
+Backend = Literal["legacy", "nft", "native-nft"]
+Hook = Literal["prerouting", "input", "forward", "output", "postrouting"]
+HOOKS: tuple[Hook, ...] = ("prerouting", "input", "forward", "output", "postrouting")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Ends the walk: ``accept``, ``drop``, ``return``, or ``queue`` (a program decides). ``nf``: the word as written."""
+
+    kind: Literal["accept", "drop", "return", "queue"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """Drops, and answers. ``answer`` is iptables' word for it (icmp-port-unreachable, tcp-reset...)."""
+
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Jump:
+    """To a chain; with ``goto`` its end is that of the chain which it was called from."""
+
+    to: str
+    goto: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Redirect:
+    """To this machine; without ``ports`` the port stays."""
+
+    ports: Range | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Translate:
+    """DNAT or SNAT to one of the ends: (first address, last address, ports); an address of None stays."""
+
+    what: Literal["src", "dst"]
+    ends: tuple[tuple[str | None, str | None, Range | None], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Masquerade:
+    """SNAT to the address of the interface by which the packet leaves."""
+
+    ports: Range | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SetMark:
+    """mark = (mark & ~mask) ^ value."""
+
+    of: Literal["packet", "connection"]
+    value: int
+    mask: int = FULL
+
+
+@dataclass(frozen=True, slots=True)
+class SaveMark:
+    """The packet's mark under ``nfmask`` to the connection's under ``ctmask``."""
+
+    nfmask: int = FULL
+    ctmask: int = FULL
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreMark:
+    """The connection's mark under ``ctmask`` to the packet's under ``nfmask``."""
+
+    nfmask: int = FULL
+    ctmask: int = FULL
+
+
+@dataclass(frozen=True, slots=True)
+class SetZone:
+    """Tracks the connection in a zone. A packet gets one zone only; later rules change nothing."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class NoTrack:
+    """The packet belongs to no connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tproxy:
+    """Hands the packet to a socket that listens on ``port``. ``ends``: iptables' target accepts (or, without such a socket,
+    drops); nftables' statement goes on in its rule (or, without, ends it)."""
+
+    port: int
+    value: int = 0
+    mask: int = 0
+    ends: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class NoEffect:
+    """Something that changes no path: counters, logs, traces."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownAction:
+    """A target that is not evaluated."""
+
+    text: str
+    why: str = "this target is not evaluated"
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictMap:
+    """nftables ``vmap``: the first entry that fits decides; without one the rule goes on."""
+
+    entries: tuple[tuple[tuple[Condition, ...], Verdict | Jump | UnknownAction], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """nftables ``numgen``: one of the actions, each with its share of flows."""
+
+    actions: tuple[tuple[float, Action], ...]
+
+
+Action = (
+    Verdict
+    | Reject
+    | Jump
+    | Redirect
+    | Translate
+    | Masquerade
+    | SetMark
+    | SaveMark
+    | RestoreMark
+    | SetZone
+    | NoTrack
+    | Tproxy
+    | NoEffect
+    | UnknownAction
+    | VerdictMap
+    | Spread
+)
+Part = Condition | Action
+
+ACTIONS: tuple[type, ...] = (
+    Verdict, Reject, Jump, Redirect, Translate, Masquerade, SetMark, SaveMark, RestoreMark, SetZone, NoTrack, Tproxy,
+    NoEffect, UnknownAction, VerdictMap, Spread,
+)  # fmt: skip
+
+DECIDING: tuple[type, ...] = (Verdict, Reject, Redirect, Translate, Masquerade, Spread)
+"""Actions that end the walk through a base chain, or (return) through one chain. TPROXY does if it ``ends``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule. ``position`` counts from 1 in its chain, ``line`` from 1 in its file. ``parts`` are in order of evaluation."""
+
+    chain: str
+    position: int
+    text: str
+    parts: tuple[Part, ...]
+    line: int = 0
+
+    @property
+    def conditions(self) -> Iterator[Condition]:
+        return (p for p in self.parts if not isinstance(p, ACTIONS))  # type: ignore[misc]
+
+    @property
+    def decides(self) -> bool:
+        """Whether the rule ends a walk when it matches; a jump alone does not."""
+        return any(isinstance(p, DECIDING) or (isinstance(p, Tproxy) and p.ends) for p in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """Where a base chain is hooked in. ``policy`` is accept or drop; ``shown`` the policy as its owner writes it."""
+
+    hook: Hook
+    kind: Literal["filter", "nat", "route"]
+    priority: int
+    policy: Literal["accept", "drop"]
+    shown: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    name: str
+    rules: tuple[Rule, ...] = ()
+    base: Base | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One table. ``family`` is ipv4, ipv6 or inet (both). ``backend`` is None where nothing tells it."""
+
+    family: Literal["ipv4", "ipv6", "inet"]
+    name: str
+    chains: Mapping[str, Chain]
+    backend: Backend | None = None
+    order: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RuleSet:
+    """All tables of a network namespace. ``unread`` names what a dump holds but is outside of what is evaluated."""
+
+    tables: tuple[Table, ...] = ()
+    unread: tuple[str, ...] = ()
+    sets: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    def bases(self, hook: Hook, family: str) -> list[tuple[Table, Chain, Base]]:
+        """The base chains of a hook for packets of a family, in the order in which they run."""
+        found = [
+            (table, chain, chain.base)
+            for table in self.tables
+            if table.family in (family, "inet")
+            for chain in table.chains.values()
+            if chain.base is not None and chain.base.hook == hook
+        ]
+        return sorted(found, key=lambda entry: (entry[2].priority, entry[0].order))
+
+    def has_nat(self, family: str) -> bool:
+        return any(
+            chain.base is not None and chain.base.kind == "nat"
+            for table in self.tables
+            if table.family in (family, "inet")
+            for chain in table.chains.values()
+        )
+
+    def __add__(self, other: RuleSet) -> RuleSet:
+        return RuleSet(self.tables + other.tables, self.unread + other.unread, {**self.sets, **other.sets})

@@ -1,0 +1,651 @@
+"""Walks a packet through a rule set: every hook in the kernel's order, every chain by priority.
+
+A question without an answer (a random choice, a set of unknown members, an unknown match) makes two walks of one, so the
+result is every fate that the packet can have. Where they agree the doubt does not matter.
+
+Sources: Linux include/uapi/linux/netfilter_ipv4.h (priorities), net/netfilter/{nf_conntrack_core,nf_nat_core}.c,
+net/ipv4/netfilter/ip_tables.c, net/netfilter/nf_tables_core.c.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lab.explain.conditions import Doubt
+from lab.explain.packet import WITH_PORTS, Host, Packet, loopback
+from lab.explain.ruleset import (
+    ACTIONS,
+    Action,
+    Base,
+    Chain,
+    Hook,
+    Jump,
+    Masquerade,
+    NoEffect,
+    NoTrack,
+    Part,
+    Redirect,
+    Reject,
+    RestoreMark,
+    Rule,
+    RuleSet,
+    SaveMark,
+    SetMark,
+    SetZone,
+    Spread,
+    Table,
+    Tproxy,
+    Translate,
+    UnknownAction,
+    Verdict,
+    VerdictMap,
+)
+
+CONNTRACK, NAT_DST, NAT_SRC = -200, -100, 100
+"""Priorities at which the kernel itself looks at a packet; nat chains run inside NAT, whatever priority they name."""
+
+MOST_FATES = 256
+MOST_STEPS = 200_000
+MOST_JUMPS = 64
+MOST_ENDS = 16
+"""How many ends of a DNAT range are followed one by one."""
+
+End = Literal["left", "delivered", "dropped", "rejected", "undecided"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One rule (or, with ``rule`` None, the policy) that a packet met.
+
+    ``matched`` is False for a rule that was passed by; then ``failed`` says which conditions did not hold, as
+    ``CONDITION (what the packet has)``. ``effect`` says in a word what a matching rule did.
+    """
+
+    table: Table
+    chain: str
+    base: Base
+    rule: Rule | None
+    matched: bool
+    effect: str = ""
+    failed: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def decided(self) -> bool:
+        return self.matched and self.rule is not None and self.rule.decides
+
+    @property
+    def text(self) -> str:
+        return self.rule.text if self.rule is not None else self.base.shown
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A packet's way through one hook."""
+
+    hook: Hook
+    before: Packet
+    after: Packet
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """One thing that can become of a packet.
+
+    ``end``: it ``left`` by ``packet.oif``, was ``delivered`` here (to ``packet.tproxy`` or ``packet.dport``), ``dropped``,
+    ``rejected`` (``why`` is the answer), or is ``undecided`` (``why`` says what is not known). ``assumed`` are the doubts that
+    were answered to come here, ``chance`` the probability of the random choices among them.
+    """
+
+    end: End
+    packet: Packet
+    passes: tuple[Pass, ...]
+    why: str = ""
+    assumed: tuple[str, ...] = ()
+    chance: float = 1.0
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What two fates have in common if it does not matter which of them comes true."""
+        p = self.packet
+        if self.end == "undecided":
+            return ("undecided", self.why)
+        where = (p.src, p.dst, p.sport, p.dport, p.tproxy, p.zone or 0)
+        return (self.end, self.why if self.end == "rejected" else "", *where)
+
+
+def send(packet: Packet, rules: RuleSet, host: Host, *, why: bool = False) -> tuple[Fate, ...]:
+    """A packet that this machine sends: output, postrouting, and over ``lo`` also prerouting and input.
+
+    Args:
+        packet: without ``oif`` the route of its destination decides.
+        why: also remember rules that did not match.
+    """
+    oif = packet.oif or host.route(packet.dst)
+    start = replace(packet, oif=oif, iif="")
+    return tuple(_merged(_Walk(rules, host, why).sent(start)))
+
+
+def receive(packet: Packet, rules: RuleSet, host: Host, *, why: bool = False) -> tuple[Fate, ...]:
+    """A packet that arrives by ``packet.iif``: prerouting, then input, or forward and postrouting."""
+    start = replace(packet, oif="", uid=None, gid=None)
+    return tuple(_merged(_Walk(rules, host, why).received(start)))
+
+
+def certain(fates: Iterable[Fate]) -> Fate | None:
+    """The fate if there is only one, or all agree in what matters; None if they differ or one is undecided."""
+    found = list(fates)
+    if not found or any(f.end == "undecided" for f in found):
+        return None
+    return found[0] if len({f.key for f in found}) == 1 else None
+
+
+def doubts(fates: Iterable[Fate]) -> tuple[str, ...]:
+    """What is not known, by name, once each."""
+    named: dict[str, None] = {}
+    for fate in fates:
+        for reason in fate.assumed:
+            named.setdefault(reason.removeprefix("not "), None)
+        if fate.end == "undecided":
+            named.setdefault(fate.why, None)
+    return tuple(named)
+
+
+def _merged(fates: Iterable[Fate]) -> Iterator[Fate]:
+    """Fates that do not differ in what matters become one, with the sum of their chances."""
+    found: dict[tuple[object, ...], Fate] = {}
+    for fate in fates:
+        same = found.get(fate.key)
+        if same is None:
+            found[fate.key] = fate
+        else:
+            assumed = tuple(a for a in same.assumed if a in fate.assumed)
+            found[fate.key] = replace(same, chance=same.chance + fate.chance, assumed=assumed)
+    if len(found) == 1:
+        # Whatever was doubtful, everything leads here.
+        yield replace(next(iter(found.values())), assumed=())
+        return
+    yield from found.values()
+
+
+_Trail = tuple["_Trail", Step] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Course:
+    """A possible course of a packet so far. ``trail`` are the steps of this hook, newest outermost."""
+
+    packet: Packet
+    trail: _Trail = None
+    assumed: tuple[str, ...] = ()
+    chance: float = 1.0
+    passes: tuple[Pass, ...] = ()
+
+    def seen(self, step: Step) -> _Course:
+        return replace(self, trail=(self.trail, step))
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A course at the end of a base chain: ``verdict`` is accept, drop, reject or undecided. ``bound``: NAT was set up."""
+
+    course: _Course
+    verdict: Literal["accept", "drop", "reject", "undecided"]
+    why: str = ""
+    bound: bool = False
+
+
+class _Walk:
+    """All walks of one packet. Counts steps, so that a rule set cannot keep us for ever."""
+
+    def __init__(self, rules: RuleSet, host: Host, why: bool) -> None:
+        self.rules, self.host, self.why = rules, host, why
+        self.steps = 0
+
+    def sent(self, packet: Packet) -> Iterator[Fate]:
+        for after in self.hook("output", _Course(packet)):
+            if isinstance(after, Fate):
+                yield after
+                continue
+            here = after.packet
+            if here.dst != packet.dst:
+                here = replace(here, oif=self.host.route(here.dst))
+            for out in self.hook("postrouting", replace(after, packet=here)):
+                if isinstance(out, Fate):
+                    yield out
+                elif out.packet.oif != "lo":
+                    yield _fate("left", out)
+                else:
+                    # The loopback device gives the packet back without its socket; the connection stays known.
+                    back = replace(out.packet, iif="lo", oif="", uid=None, gid=None)
+                    yield from self.received(back, out)
+
+    def received(self, packet: Packet, course: _Course | None = None) -> Iterator[Fate]:
+        start = replace(course, packet=packet) if course else _Course(packet)
+        for after in self.hook("prerouting", start):
+            if isinstance(after, Fate):
+                yield after
+                continue
+            here = after.packet
+            if here.iif != "lo" and loopback(here.dst):
+                yield _fate("dropped", after, "a loopback address from outside (martian)")
+                continue
+            local = here.iif == "lo" or self.host.is_local(here.dst)
+            if local is None:
+                local = True  # a dump alone: what arrives is for this machine
+            if not local and here.mark in self.host.local_marks:
+                local = True
+            if local:
+                for end in self.hook("input", after):
+                    yield end if isinstance(end, Fate) else _fate("delivered", end)
+            elif not self.host.forwarding:
+                yield _fate("dropped", after, "not an address of this machine, which does not forward")
+            else:
+                routed = replace(here, oif=self.host.route(here.dst))
+                for forwarded in self.hook("forward", replace(after, packet=routed)):
+                    if isinstance(forwarded, Fate):
+                        yield forwarded
+                        continue
+                    sent = replace(forwarded.packet, iif="")
+                    for end in self.hook("postrouting", replace(forwarded, packet=sent)):
+                        yield end if isinstance(end, Fate) else _fate("left", end)
+
+    def hook(self, hook: Hook, course: _Course) -> Iterator[_Course | Fate]:
+        """All courses through one hook that go on; a Fate where the packet ends here."""
+        before = course.packet
+        courses = [replace(course, trail=None)]
+        for stage in self.stages(hook, before.family):
+            going: list[_Course] = []
+            for now in courses:
+                if isinstance(stage, tuple):
+                    table, chain, base = stage
+                    ends: Iterable[_Ended] = self.chain(table, chain, base, now)
+                elif stage == "conntrack":
+                    going.append(replace(now, packet=_track(now.packet)))
+                    continue
+                else:
+                    ends = self.nat(hook, now)
+                for end in ends:
+                    if end.verdict == "accept":
+                        going.append(end.course)
+                    else:
+                        finished = _close(hook, before, end.course)
+                        kind: End = {"drop": "dropped", "reject": "rejected"}.get(end.verdict, "undecided")  # type: ignore[assignment]
+                        yield _fate(kind, finished, end.why)
+            courses = _fewer(going)
+            if len(courses) > MOST_FATES:
+                yield _fate("undecided", courses[0], f"more than {MOST_FATES} possible ways through {hook}")
+                return
+        for now in courses:
+            yield _close(hook, before, now)
+
+    def stages(self, hook: Hook, family: str) -> list[tuple[Table, Chain, Base] | Literal["conntrack", "nat"]]:
+        entries: list[tuple[int, int, tuple[Table, Chain, Base] | Literal["conntrack", "nat"]]] = [
+            (base.priority, 1, (table, chain, base))
+            for table, chain, base in self.rules.bases(hook, family)
+            if base.kind != "nat"
+        ]
+        if hook in ("prerouting", "output"):
+            entries.append((CONNTRACK, 0, "conntrack"))
+        if hook != "forward" and self.rules.has_nat(family):
+            entries.append((NAT_DST if hook in ("prerouting", "output") else NAT_SRC, 0, "nat"))
+        entries.sort(key=lambda entry: entry[:2])
+        return [stage for _, _, stage in entries]
+
+    def nat(self, hook: Hook, course: _Course) -> Iterator[_Ended]:
+        """The first packet of a connection meets the nat chains of a hook until one of them binds it."""
+        packet = course.packet
+        destination = hook in ("prerouting", "output")
+        done = packet.dnat_done if destination else packet.snat_done
+        if done or not packet.tracked or packet.state not in ("NEW", "RELATED"):
+            yield _Ended(course, "accept")
+            return
+        chains = [entry for entry in self.rules.bases(hook, packet.family) if entry[2].kind == "nat"]
+        open_ = [course]
+        for table, chain, base in chains:
+            unbound: list[_Course] = []
+            for now in open_:
+                for end in self.chain(table, chain, base, now):
+                    if end.verdict != "accept":
+                        yield end
+                    elif end.bound:
+                        yield replace(end, course=_set_up(end.course, destination))
+                    else:
+                        unbound.append(end.course)
+            open_ = unbound
+        for now in open_:
+            yield _Ended(_set_up(now, destination), "accept")
+
+    def chain(self, table: Table, chain: Chain, base: Base, course: _Course) -> Iterator[_Ended]:
+        """All courses through one base chain."""
+        work: list[tuple[_Course, Chain, int, _Callers]] = [(course, chain, 0, ())]
+        while work:
+            now, here, index, callers = work.pop()
+            self.steps += 1
+            if self.steps > MOST_STEPS:
+                yield _Ended(now, "undecided", f"more than {MOST_STEPS} rules were met")
+                return
+            if index >= len(here.rules):
+                if callers:
+                    work.append((now, *callers[-1], callers[:-1]))
+                else:
+                    yield self._policy(table, base, chain, now)
+                continue
+            rule = here.rules[index]
+            for after, control in self._rule(table, base, here, rule, now):
+                if control is None:
+                    work.append((after, here, index + 1, callers))
+                elif isinstance(control, _Ended):
+                    yield control
+                elif isinstance(control, Jump):
+                    target = table.chains.get(control.to)
+                    if target is None:
+                        yield _Ended(after, "undecided", f"chain {control.to} of table {table.name} is not in the dump")
+                    elif len(callers) >= MOST_JUMPS:
+                        yield _Ended(after, "undecided", f"jumps deeper than {MOST_JUMPS}: a loop of chains?")
+                    else:
+                        work.append((after, target, 0, callers if control.goto else (*callers, (here, index + 1))))
+                elif callers:
+                    work.append((after, *callers[-1], callers[:-1]))
+                else:
+                    yield self._policy(table, base, chain, after)
+
+    def _policy(self, table: Table, base: Base, chain: Chain, course: _Course) -> _Ended:
+        step = Step(table, chain.name, base, None, True, base.policy)
+        return _Ended(course.seen(step), base.policy)
+
+    def _rule(
+        self, table: Table, base: Base, chain: Chain, rule: Rule, course: _Course
+    ) -> list[tuple[_Course, _Control]]:
+        """What a rule does to a course; more than one result where it asks what nobody knows."""
+        results: list[tuple[_Course, _Control]] = []
+        open_ = [(course, 0)]
+        while open_:
+            now, index = open_.pop()
+            run = index
+            while run < len(rule.parts) and not isinstance(rule.parts[run], ACTIONS):
+                run += 1
+            answers = [part.check(now.packet, self.host) for part in rule.parts[index:run]]  # type: ignore[union-attr]
+            if any(answer is False for answer in answers):
+                if self.why:
+                    failed = tuple(
+                        (part.text, part.found(now.packet, self.host))  # type: ignore[union-attr]
+                        for part, answer in zip(rule.parts[index:run], answers, strict=True)
+                        if answer is False
+                    )
+                    now = now.seen(Step(table, chain.name, base, rule, False, "", failed))
+                results.append((now, None))
+                continue
+            found = [answer for answer in answers if isinstance(answer, Doubt)]
+            if found and all(isinstance(part, NoEffect) for part in rule.parts[run:]):
+                results.append((now.seen(Step(table, chain.name, base, rule, True, "no effect")), None))
+                continue
+            if found:
+                unmatched, now = _both(now, found)
+                if self.why:
+                    failed = tuple((doubt.reason, "assumed not") for doubt in found)
+                    unmatched = unmatched.seen(Step(table, chain.name, base, rule, False, "", failed))
+                results.append((unmatched, None))
+            for after, rest, control in self._actions(table, base, rule, run, now):
+                if rest is None:
+                    results.append((after.seen(Step(table, chain.name, base, rule, True, _word(control))), control))
+                    if isinstance(control, _Ended):
+                        results[-1] = (after, replace(control, course=results[-1][0]))
+                else:
+                    open_.append((after, rest))
+        return results
+
+    def _actions(
+        self, table: Table, base: Base, rule: Rule, index: int, course: _Course
+    ) -> Iterator[tuple[_Course, int | None, _Control]]:
+        """Does a rule's actions from ``index`` on. A number in the result: a condition comes there, still to be asked."""
+        now = course
+        while index < len(rule.parts):
+            part = rule.parts[index]
+            if not isinstance(part, ACTIONS):
+                yield now, index, None
+                return
+            index += 1
+            if isinstance(part, NoEffect):
+                continue
+            if isinstance(part, VerdictMap):
+                for after, control in self._vmap(part, now):
+                    if control is None:
+                        yield from self._actions(table, base, rule, index, after)
+                    else:
+                        yield after, None, control
+                return
+            if isinstance(part, Spread):
+                for share, action in part.actions:
+                    chosen = replace(now, chance=now.chance * share)
+                    after = chosen if len(part.actions) == 1 else _assume(chosen, f"{rule.text}: chance {share:.3g}")
+                    yield from self._translated(base, action, after)
+                return
+            if isinstance(part, Redirect | Translate | Masquerade):
+                yield from self._translated(base, part, now)
+                return
+            if isinstance(part, Tproxy):
+                ended = self._tproxy(part, now)
+                if ended is not None:
+                    yield ended
+                    return
+                now = _change(now, tproxy=part.port, mark=(now.packet.mark & ~part.mask) ^ part.value)
+                if part.ends:
+                    yield now, None, _Ended(now, "accept")
+                    return
+                continue
+            control = _control(part, now)
+            if control is not None:
+                yield now, None, control
+                return
+            now = replace(now, packet=_effect(part, now.packet))
+        yield now, None, None
+
+    def _vmap(self, part: VerdictMap, course: _Course) -> Iterator[tuple[_Course, _Control]]:
+        for conditions, action in part.entries:
+            answers = [c.check(course.packet, self.host) for c in conditions]
+            if any(answer is False for answer in answers):
+                continue
+            found = [answer for answer in answers if isinstance(answer, Doubt)]
+            matched = course
+            if found:
+                course, matched = _both(course, found)
+            yield matched, _control(action, matched)
+            if not found:
+                return
+        yield course, None
+
+    def _tproxy(self, part: Tproxy, course: _Course) -> tuple[_Course, None, _Control] | None:
+        """None where a socket takes the packet."""
+        listeners = self.host.listeners
+        if listeners is None or (course.packet.proto, part.port) in listeners:
+            return None
+        return (course, None, _Ended(course, "drop", f"no socket listens on {part.port}") if part.ends else None)
+
+    def _translated(self, base: Base, action: Action, course: _Course) -> Iterator[tuple[_Course, None, _Control]]:
+        """A binding of the connection; its translation is the packet's from here on."""
+        packet = course.packet
+        for after in _bindings(action, packet, base.hook, self.host):
+            if isinstance(after, str):
+                yield course, None, _Ended(course, "drop" if after == _NOWHERE else "undecided", after)
+            else:
+                now = replace(course, packet=after)
+                yield now, None, _Ended(now, "accept", bound=True)
+
+
+_Callers = tuple[tuple[Chain, int], ...]
+_Control = Verdict | Jump | _Ended | None
+
+_NOWHERE = "the interface has no address to redirect to"
+
+
+def _control(part: Part, course: _Course) -> _Control:
+    """What ends the rule; None if its next action follows."""
+    if isinstance(part, Jump):
+        return part
+    if isinstance(part, Verdict):
+        if part.kind == "return":
+            return part
+        if part.kind == "queue":
+            return _Ended(course, "undecided", "a program in user space decides (queue)")
+        return _Ended(course, part.kind)
+    if isinstance(part, Reject):
+        return _Ended(course, "reject", part.answer)
+    if isinstance(part, UnknownAction):
+        return _Ended(course, "undecided", f"{part.text}: {part.why}")
+    return None
+
+
+def _word(control: _Control) -> str:
+    if isinstance(control, _Ended):
+        if control.bound:
+            return f"now {control.course.packet.shown()}"
+        return control.verdict
+    if isinstance(control, Jump):
+        return f"{'goto' if control.goto else 'jump'} {control.to}"
+    return control.kind if control is not None else "continue"
+
+
+def _effect(part: Part, packet: Packet) -> Packet:
+    """What a packet is after an action that lets it go on."""
+    if isinstance(part, SetMark):
+        if part.of == "packet":
+            return replace(packet, mark=(packet.mark & ~part.mask) ^ part.value)
+        if packet.has_connection:
+            return replace(packet, ctmark=(packet.ctmark & ~part.mask) ^ part.value)
+    elif isinstance(part, SaveMark):
+        if packet.has_connection:
+            return replace(packet, ctmark=(packet.ctmark & ~part.ctmask) ^ (packet.mark & part.nfmask))
+    elif isinstance(part, RestoreMark):
+        if packet.has_connection:
+            return replace(packet, mark=(packet.mark & ~part.nfmask) ^ (packet.ctmark & part.ctmask))
+    elif isinstance(part, SetZone):
+        # The template sits where the connection will; the first one stays.
+        if not packet.tracked and packet.zone is None and packet.state != "UNTRACKED":
+            return replace(packet, zone=part.number)
+    elif isinstance(part, NoTrack) and not packet.tracked and packet.zone is None:
+        return replace(packet, state="UNTRACKED")
+    return packet
+
+
+def _bindings(action: Action, packet: Packet, hook: Hook, host: Host) -> Iterator[Packet | str]:
+    """The packet as a NAT action makes it, for each end that it may choose; a text where that cannot be said."""
+    if isinstance(action, Redirect):
+        if hook == "output":
+            address = "127.0.0.1" if packet.family == "ipv4" else "::1"
+        else:
+            own = host.primary(packet.iif, packet.family)
+            if own is None and host.addresses is not None:
+                yield _NOWHERE
+                return
+            address = own or packet.dst
+        yield from _with_port(replace(packet, dst=address), "dst", action.ports)
+        return
+    if isinstance(action, Masquerade):
+        source = host.primary(packet.oif, packet.family) if packet.oif != "lo" else None
+        if source is None:
+            source = next(
+                (a for own in (host.addresses or {}).values() for a in own if (":" in a) == (":" in packet.src)),
+                packet.src,
+            )
+        yield from _with_port(replace(packet, src=source), "src", action.ports)
+        return
+    assert isinstance(action, Translate)
+    ends = [(address, ports) for first, last, ports in action.ends for address in _between(first, last)]
+    if len(ends) > MOST_ENDS:
+        yield f"one of {len(ends)} addresses is chosen"
+        return
+    for end, ports in ends:
+        if action.what == "dst":
+            yield from _with_port(replace(packet, dst=end or packet.dst), "dst", ports)
+        else:
+            yield from _with_port(replace(packet, src=end or packet.src), "src", ports)
+
+
+def _between(first: str | None, last: str | None) -> Iterator[str | None]:
+    if first is None or last is None or first == last:
+        yield first
+        return
+    low = ipaddress.ip_address(first)
+    count = int(ipaddress.ip_address(last)) - int(low) + 1
+    yield from (str(low + n) for n in range(min(count, MOST_ENDS + 1)))
+
+
+def _with_port(packet: Packet, side: Literal["src", "dst"], ports: tuple[int, int] | None) -> Iterator[Packet | str]:
+    """A port in the range stays (nf_nat_core.c: l4proto_in_range); else one of the range is taken."""
+    own = packet.dport if side == "dst" else packet.sport
+    if ports is None or packet.proto not in WITH_PORTS or ports[0] <= own <= ports[1]:
+        yield packet
+    elif ports[0] == ports[1]:
+        yield replace(packet, dport=ports[0]) if side == "dst" else replace(packet, sport=ports[0])
+    else:
+        yield f"one of the ports {ports[0]}-{ports[1]} is chosen"
+
+
+def _set_up(course: _Course, destination: bool) -> _Course:
+    packet = course.packet
+    src, sport, dst, dport = packet.original or (packet.src, packet.sport, packet.dst, packet.dport)
+    if destination:
+        changed = (packet.dst, packet.dport) != (dst, dport)
+        return _change(course, dnat_done=True, dnat=packet.dnat or changed)
+    changed = (packet.src, packet.sport) != (src, sport)
+    return _change(course, snat_done=True, snat=packet.snat or changed)
+
+
+def _track(packet: Packet) -> Packet:
+    """Connection tracking: over lo the connection is known already."""
+    if packet.tracked or packet.state == "UNTRACKED":
+        return packet
+    original = (packet.src, packet.sport, packet.dst, packet.dport)
+    return replace(packet, tracked=True, original=packet.original or original)
+
+
+def _change(course: _Course, **fields: object) -> _Course:
+    return replace(course, packet=replace(course.packet, **fields))  # type: ignore[arg-type]
+
+
+def _assume(course: _Course, reason: str) -> _Course:
+    return course if reason in course.assumed else replace(course, assumed=(*course.assumed, reason))
+
+
+def _both(course: _Course, found: list[Doubt]) -> tuple[_Course, _Course]:
+    """The course with the doubts answered no (as a whole), and yes."""
+    chance: float | None = 1.0
+    for doubt in found:
+        chance = None if chance is None or doubt.chance is None else chance * doubt.chance
+    no = yes = course
+    for doubt in found:
+        no, yes = _assume(no, f"not {doubt.reason}"), _assume(yes, doubt.reason)
+    if chance is not None:
+        no, yes = replace(no, chance=no.chance * (1 - chance)), replace(yes, chance=yes.chance * chance)
+    return no, yes
+
+
+def _fewer(courses: list[_Course]) -> list[_Course]:
+    """Courses whose packets are the same go on as one."""
+    found: dict[Packet, _Course] = {}
+    for course in courses:
+        same = found.get(course.packet)
+        if same is None:
+            found[course.packet] = course
+        else:
+            assumed = tuple(a for a in same.assumed if a in course.assumed)
+            found[course.packet] = replace(same, chance=same.chance + course.chance, assumed=assumed)
+    return list(found.values())
+
+
+def _close(hook: Hook, before: Packet, course: _Course) -> _Course:
+    steps: list[Step] = []
+    trail = course.trail
+    while trail is not None:
+        trail, step = trail
+        steps.append(step)
+    passed = Pass(hook, before, course.packet, tuple(reversed(steps)))
+    return replace(course, trail=None, passes=(*course.passes, passed))
+
+
+def _fate(end: End, course: _Course, why: str = "") -> Fate:
+    return Fate(end, course.packet, course.passes, why, course.assumed, course.chance)
