@@ -23,7 +23,9 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import init.libiptc  # noqa: F401  (loaded once, so that each forked run is as quick as in the lab)
+import pyroute2  # noqa: F401  (loaded once, so that each forked run is as quick as in the lab)
+
+import init.libiptc  # noqa: F401
 from init import cli, proof
 
 CLONE_NEWNET = 0x40000000
@@ -149,7 +151,7 @@ class Place:
     def tool(self, *argv: str, text: str = "", check: bool = True) -> str:
         """The output of a program run here."""
         done = subprocess.run(
-            ["ip", "netns", "exec", self.name, *argv], input=text, capture_output=True, text=True, check=False
+            ["nsenter", f"--net=/run/netns/{self.name}", *argv], input=text, capture_output=True, text=True, check=False
         )
         assert not check or done.returncode == 0, f"{argv}: {done.stderr}"
         return done.stdout
