@@ -1,6 +1,7 @@
 """Compares a verdict with what a TrafficTest expects: any subset of a verdict.
 
-Objects compare by the keys that are expected, lists as sets, null must be null.
+Objects compare by the keys that are expected, lists as sets, null must be null. A rule is expected in iptables' words
+(legacy and nft alike); ``native_nft`` inside it says the same rule as the native nft back end has it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ def _compare(expected: Any, actual: Any, path: str, found: list[tuple[str, str]]
         if not isinstance(actual, Mapping):
             found.append((path, f"expected {_show(expected)}, but {_nothing(actual)}"))
             return
+        if path.rpartition(".")[2] == "rule":
+            expected = _in_words_of(str(actual.get("backend")), expected)
+            if not expected:
+                found.append((path, "is expected in the words of iptables alone; add native_nft: {chain, text} to it"))
         for key, value in expected.items():
             where = f"{path}.{key}" if path else str(key)
             if key not in actual:
@@ -55,6 +60,15 @@ def _compare(expected: Any, actual: Any, path: str, found: list[tuple[str, str]]
         if expected is not None and actual is not None and str(expected) == str(actual):
             hint = f" ({_kind(expected)}, not {_kind(actual)}: see the quotes)"
         found.append((path, f"expected {_show(expected)}, got {_show(actual)}{hint}"))
+
+
+def _in_words_of(backend: str, rule: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What is expected of a rule on this back end; empty if the test does not say it."""
+    common = {key: value for key, value in rule.items() if key in ("family", "backend")}
+    if backend == "native-nft":
+        words = rule.get("native_nft", {})
+        return common | words if words or len(common) == len(rule) else {}
+    return {key: value for key, value in rule.items() if key != "native_nft"}
 
 
 def _matches(expected: Any, actual: Any) -> bool:

@@ -87,13 +87,25 @@ class VerdictPart(Expected, alias_generator=_verdict_key):
     """Keys of a verdict are snake_case."""
 
 
+class NativeRuleExpectation(VerdictPart):
+    """The same rule in the words of the native nft back end."""
+
+    table: str | None = None
+    chain: str | None = None
+    position: int | None = None
+    text: str | None = None
+
+
 class RuleExpectation(VerdictPart):
+    """A rule in the words of iptables-save; ``native_nft`` says it for the native nft back end, where all words differ."""
+
     family: Literal["ipv4", "ipv6"] | None = None
     backend: Literal["legacy", "nft", "native-nft"] | None = None
     table: str | None = None
     chain: str | None = None
     position: int | None = None
     text: str | None = None
+    native_nft: NativeRuleExpectation | None = None
 
 
 class FromExpectation(VerdictPart):

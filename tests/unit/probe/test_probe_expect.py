@@ -66,3 +66,26 @@ def test_every_difference_is_told() -> None:
         "outbound.redirected_to",
         "outcome.result",
     ]
+
+
+@pytest.mark.parametrize(
+    ("backend", "text", "differs"),
+    [
+        ("legacy", "-A X -j RETURN", False),
+        ("nft", "-A X -j RETURN", False),
+        ("nft", "counter return", True),
+        ("native-nft", "return", False),
+        ("native-nft", "-A X -j RETURN", True),
+    ],
+)
+def test_a_rule_is_compared_in_the_words_of_its_back_end(backend: str, text: str, differs: bool) -> None:
+    expected = {"rule": {"text": "-A X -j RETURN", "native_nft": {"text": "return"}}}
+    assert bool(differences(expected, {"rule": {"backend": backend, "text": text}})) is differs
+
+
+def test_a_rule_expected_in_other_words_only_does_not_pass_unseen() -> None:
+    actual = {"rule": {"backend": "native-nft", "text": "return"}}
+    found = differences({"rule": {"text": "-A X -j RETURN"}}, actual)
+    assert [path for path, _ in found] == ["rule"]
+    assert "native_nft" in found[0][1]
+    assert differences({"rule": {"backend": "native-nft"}}, actual) == []

@@ -1,0 +1,62 @@
+"""Every topology's TrafficTests hold on real Envoys, on each iptables back end that this kernel has."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.root, pytest.mark.timeout(180)]
+
+ROOT = Path(__file__).parents[3]
+TOPOLOGIES = sorted(p.name for p in (ROOT / "topologies").glob("*.yaml"))
+BACKENDS = ("legacy", "nft", "native-nft")
+EVERYWHERE = ("quickstart.yaml", "registry-only.yaml")  # the others add nothing that depends on the back end
+
+
+@pytest.fixture(scope="module")
+def usable() -> dict[str, str]:
+    """Back end -> why this machine cannot use it, empty if it can."""
+    tools = {"legacy": "iptables-legacy -t nat -S", "nft": "iptables-nft -t nat -S", "native-nft": "nft list ruleset"}
+    found = {}
+    for backend, command in tools.items():
+        result = subprocess.run(["unshare", "-n", *command.split()], capture_output=True, text=True, check=False)
+        found[backend] = "" if result.returncode == 0 else result.stderr.strip() or f"{command} fails"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("topology", "backend"),
+    [(t, b) for t in TOPOLOGIES for b in (BACKENDS if t in EVERYWHERE else ("auto",))],
+)
+def test_every_verdict_holds(topology: str, backend: str, usable: dict[str, str]) -> None:
+    if usable.get(backend):
+        pytest.skip(f"back end {backend}: {usable[backend]}")
+    result = subprocess.run(
+        [sys.executable, "-m", "lab", "verify", f"topologies/{topology}", "--iptables", backend, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        cwd=ROOT,
+        check=False,
+    )
+    assert result.stdout, result.stderr
+    document = json.loads(result.stdout)
+    wrong = {v["test"]: v["differences"] or v["skipped"] for v in document["verdicts"] if v["pass"] is not True}
+    assert wrong == {}
+    assert result.returncode == 0
+    assert document["verdicts"]
+    seen = {
+        part["rule"]["backend"]
+        for v in document["verdicts"]
+        for part in (v["dns"], v["outbound"], v["inbound"])
+        if part and part.get("rule") and part["rule"]["backend"]  # a pod without sidecar has rules of no back end
+    }
+    assert seen == {document["iptables"]}, "the kernel reported rules of another back end"
+    if backend != "auto":
+        assert document["iptables"] == backend
+    assert not os.path.exists(f"/run/sidecarlab/{document['lab']}")
