@@ -37,6 +37,7 @@ WAIT = 5.0
 libc = ctypes.CDLL(None, use_errno=True)
 _numbers = itertools.count()
 
+LOOPBACK = {4: "127.0.0.1", 6: "::1"}
 POD, PEER = {4: "10.9.0.2", 6: "fd09::2"}, {4: "10.9.0.1", 6: "fd09::1"}
 PEER_RESOLVER = {4: "10.9.0.53", 6: "fd09::53"}
 

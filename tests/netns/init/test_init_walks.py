@@ -8,6 +8,7 @@ import pytest
 from init_pod import (
     BACKENDS,
     DEFAULT,
+    LOOPBACK,
     PEER,
     PEER_RESOLVER,
     POD,
@@ -26,7 +27,6 @@ pytestmark = pytest.mark.root
 APP, PROXY = 1000, 1337
 DIRECT_PORTS = (15008, 15020, 15021, 15090)
 PASSTHROUGH = {4: "127.0.0.6", 6: "::6"}
-LOOPBACK = {4: "127.0.0.1", 6: "::1"}
 
 versions = pytest.mark.parametrize("version", [4, 6])
 
