@@ -29,6 +29,9 @@ from agent.proxy_config import parse_yaml
 log = logging.getLogger("default")
 
 PR_SET_PDEATHSIG = 1
+# Levels in the bootstrap's text format, its JSON format, and Envoy's own.
+_CRITICAL = ("\tcritical\t", '"level":"critical"', "[critical]")
+_ERROR = ("\terror\t", '"level":"error"', "[error]")
 _FIPS_CIPHERS = (
     "ECDHE-ECDSA-AES128-GCM-SHA256:ECDHE-RSA-AES128-GCM-SHA256:"
     "ECDHE-ECDSA-AES256-GCM-SHA384:ECDHE-RSA-AES256-GCM-SHA384"
@@ -256,8 +259,8 @@ class EnvoyProcess:
             self._exited.set_result(ExitStatus(describe_wait_status(status), self._last_error))
 
     def _note(self, line: str) -> None:
-        critical = "\tcritical\t" in line or '"level":"critical"' in line
-        if critical or ("\terror\t" in line and not self._critical):
+        critical = any(mark in line for mark in _CRITICAL)
+        if critical or (not self._critical and any(mark in line for mark in _ERROR)):
             self._critical = critical
             self._last_error = " ".join(line.split())
 

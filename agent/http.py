@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import logging
+import os
 import socket
 import ssl
 import struct
@@ -255,8 +256,10 @@ async def fetch(
                 writer.close()
     except TimeoutError:
         raise HTTPError(f"no answer within {timeout:g}s" if timeout else "connection timed out") from None
-    except (OSError, h11.ProtocolError) as error:
-        raise HTTPError(str(error) or type(error).__name__) from None
+    except OSError as error:
+        raise HTTPError(os.strerror(error.errno).lower() if error.errno else str(error)) from None
+    except h11.ProtocolError as error:
+        raise HTTPError(str(error)) from None
 
 
 async def _exchange(
