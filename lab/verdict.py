@@ -63,7 +63,10 @@ class Outbound:
 
 @dataclass(frozen=True, slots=True)
 class Envoy:
-    """What the client's Envoy did. ``route`` is the route configuration's name, ``route_name`` Envoy's %ROUTE_NAME%."""
+    """What the client's Envoy did. ``route`` is the route configuration's name, ``route_name`` Envoy's %ROUTE_NAME%.
+
+    ``upstream``: what netfilter made of Envoy's own connection on its way out of the pod.
+    """
 
     listener: str | None = None
     filter_chain: str | None = None
@@ -74,6 +77,7 @@ class Envoy:
     endpoint: str | None = None
     response_flags: str | None = None
     details: str | None = None
+    upstream: Outbound | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,7 @@ class Facts:
     outbound: Sighting | None = None
     listing: Listing = field(default_factory=Listing)
     line: EnvoyLine | None = None
+    upstream: Sighting | None = None
     far: Far | None = None
     wire: Sequence[Seen] | None = None
     wire_at: str = "node"
@@ -150,13 +151,14 @@ def behind_node(flow: Flow, entries: Sequence[Entry]) -> Flow:
     return entry.reply.reversed() if entry is not None else flow
 
 
-def belongs(line: EnvoyLine, flow: Flow, entry: Entry | None) -> bool:
-    """Whether an evidence line is of this flow.
+def seen_by_envoy(flow: Flow, entry: Entry | None) -> tuple[str, int]:
+    """The source of a captured flow as Envoy sees it: conntrack's reply tuple has it, for the kernel may change the port."""
+    return (entry.reply.dst, entry.reply.dport) if entry is not None else (flow.src, flow.sport)
 
-    Envoy's remote address is the flow's source as conntrack's reply tuple has it; the port of its local address the original one.
-    """
-    remote = (entry.reply.dst, entry.reply.dport) if entry is not None else (flow.src, flow.sport)
-    if evidence_log.address(line.downstream_remote) != remote:
+
+def belongs(line: EnvoyLine, flow: Flow, entry: Entry | None) -> bool:
+    """Whether an evidence line is of this flow: by its remote address, and the port of its local one (the original one)."""
+    if evidence_log.address(line.downstream_remote) != seen_by_envoy(flow, entry):
         return False
     local = evidence_log.address(line.downstream_local)
     return local is None or local[1] == flow.dport
@@ -172,9 +174,7 @@ def verdict(facts: Facts) -> Verdict:
     if out and outbound:
         _name_sources(evidence, "outbound", out, facts.outbound)
     by_envoy = facts.line if out and out.captured else None
-    envoy = _envoy(by_envoy) if by_envoy else None
-    if envoy:
-        evidence["envoy"] = "access-log"
+    envoy = _envoy(facts, by_envoy, evidence) if by_envoy else None
     inbound = _inbound(facts, evidence)
     server = facts.far.line if facts.far else None
     tls = Tls(
@@ -262,7 +262,14 @@ def _forwarded(facts: Facts, evidence: dict[str, str]) -> Forwarded | None:
     )
 
 
-def _envoy(line: EnvoyLine) -> Envoy:
+def _envoy(facts: Facts, line: EnvoyLine, evidence: dict[str, str]) -> Envoy:
+    evidence["envoy"] = "access-log"
+    flow = onward(line, None, True)
+    upstream = None
+    if flow is not None and facts.upstream is not None:
+        found = translate(facts.upstream, flow, facts.listing, facts.addresses, "output")
+        _name_sources(evidence, "envoy.upstream", found, facts.upstream)
+        upstream = Outbound(found.captured, found.redirected_to, found.rule)
     return Envoy(
         listener=line.listener,
         filter_chain=line.filter_chain,
@@ -273,6 +280,7 @@ def _envoy(line: EnvoyLine) -> Envoy:
         endpoint=line.endpoint,
         response_flags=line.flags,
         details=line.details,
+        upstream=upstream,
     )
 
 

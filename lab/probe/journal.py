@@ -104,7 +104,9 @@ class Journal:
         deadline = asyncio.get_running_loop().time() + wait
         file.read()
         while True:
-            found = next((line for line in reversed(file.lines[since:]) if wanted(line)), None)
+            end = len(file.lines)
+            found = next((line for line in reversed(file.lines[since:end]) if wanted(line)), None)
+            since = end
             left = deadline - asyncio.get_running_loop().time()
             if found is not None or left <= 0:
                 return found

@@ -147,6 +147,10 @@ def why(v: Verdict) -> list[str]:
     for name, proxy in (("the client's Envoy", v.envoy), ("the Envoy of the pod that was reached", v.inbound)):
         if proxy and (proxy.details or proxy.response_flags not in (None, "-")):
             found.append(f"{name}: flags {proxy.response_flags}, {proxy.details or 'no details'}")
+    if v.envoy and v.envoy.upstream and v.envoy.upstream.captured:
+        port = v.envoy.upstream.redirected_to
+        text = v.envoy.upstream.rule.text if v.envoy.upstream.rule else "an unknown rule"
+        found.append(f"the client's Envoy: its own connection was captured to {port} again, by {text}")
     if v.outcome and v.outcome.error:
         found.append(f"the sender: {v.outcome.error}")
     return found

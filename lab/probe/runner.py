@@ -25,6 +25,7 @@ from lab.probe.orders import Order, Sent
 from lab.probe.wire import Seen
 from lab.trace.client import Sighting
 from lab.trace.flows import Flow
+from lab.trace.index import Entry
 from lab.trace.rules import Listing
 from lab.verdict import From, To, Verdict
 
@@ -156,19 +157,20 @@ async def _gather(ground: Ground, test: TrafficTest, source: Where, flight: Flig
     outbound = await _sighting(ground, pod, flow, fence)
     dns = outbound if same else await _sighting(ground, pod, query, fence)
     forwarded = await _forwarded(ground, pod, sent, query, marks)
-    seen = [s for s in (outbound, dns, forwarded[1] if forwarded else None) if s]
-    listing = await ground.listing(source.place, [p for s in seen for p in s.packets]) if pod else Listing()
     addresses = ground.addresses(source.place)
-    out = join.translate(outbound, flow, listing, addresses, "output") if flow else None
+    out = join.translate(outbound, flow, Listing(), addresses, "output") if flow else None
     captured = bool(out and out.captured)
     line = None
     # The kernel resets what answers a crafted SYN, so Envoy never sees a connection and has nothing to write.
     patience = 0.0 if test.to.crafted else _LINE
     if pod and flow and out and captured and not same:
-        line = await _line(ground, pod, lambda found: join.belongs(found, flow, out.entry), marks, patience)
+        line = await _line(ground, pod, flow, out.entry, marks, patience)
     further = None if same or flow is None else join.onward(line, flow, captured)
     flight.claim(further, forwarded[0] if forwarded else None)
     flight.settled.set()
+    upstream = await _sighting(ground, pod, further, fence) if captured else None
+    seen = [s for s in (outbound, dns, forwarded[1] if forwarded else None, upstream) if s]
+    listing = await ground.listing(source.place, [p for s in seen for p in s.packets]) if pod else Listing()
     far = await _far(ground, source, further, line, marks, patience) if further else None
     wire = await _wire(ground, flight, since, flow, forwarded[0] if same and forwarded else further, lookup=same)
     return Facts(
@@ -183,6 +185,7 @@ async def _gather(ground: Ground, test: TrafficTest, source: Where, flight: Flig
         outbound=outbound,
         listing=listing,
         line=line,
+        upstream=upstream,
         far=far,
         wire=wire,
         wire_at=ground.routers.get(source.place, paths.NODE),
@@ -241,12 +244,27 @@ async def _forwarded(
 
 
 async def _line(
-    ground: Ground, pod: str, wanted: Callable[[EnvoyLine], bool], marks: dict[Path, int], wait: float
+    ground: Ground,
+    pod: str,
+    flow: Flow,
+    entry: Entry | None,
+    marks: dict[Path, int],
+    wait: float,
+    request_id: str | None = None,
 ) -> EnvoyLine | None:
+    """What a pod's Envoy wrote of a captured flow; of one request, if its id is known, for a connection carries many."""
     path = ground.evidence_file(pod)
     if path not in marks:
         return None
-    found = await ground.journal.find(path, lambda line: wanted(evidence_log.parse(line)), marks[path], wait)
+    remote = evidence_log.written(*join.seen_by_envoy(flow, entry))
+
+    def is_it(line: Line) -> bool:
+        if line.get("downstream_remote") != remote:
+            return False
+        parsed = evidence_log.parse(line)
+        return join.belongs(parsed, flow, entry) and request_id in (None, parsed.request_id)
+
+    found = await ground.journal.find(path, is_it, marks[path], wait)
     return evidence_log.parse(found) if found else None
 
 
@@ -272,12 +290,8 @@ async def _far(
     found = join.translate(sighting, flow, listing, addresses, "output" if local else "prerouting")
     line = None
     if found.captured:
-
-        def is_it(line: EnvoyLine) -> bool:
-            same_request = client is None or client.request_id is None or line.request_id == client.request_id
-            return join.belongs(line, flow, found.entry) and same_request
-
-        line = await _line(ground, pod, is_it, marks, patience)
+        request_id = client.request_id if client else None
+        line = await _line(ground, pod, flow, found.entry, marks, patience, request_id)
     return Far(pod, flow, addresses, local, sighting, listing, line)
 
 

@@ -159,6 +159,7 @@ class EnvoyExpectation(VerdictPart):
     endpoint: str | None = None
     response_flags: str | None = None
     details: str | None = None
+    upstream: OutboundExpectation | None = None
 
 
 class InboundExpectation(VerdictPart):
