@@ -8,6 +8,7 @@ packets that carry `CRAFTED_ID`. A marked packet is reported by nf_tables and by
 
 from __future__ import annotations
 
+import functools
 import struct
 from typing import Any
 
@@ -35,6 +36,7 @@ _ACK = 0x10
 _Expression = tuple[str, list[tuple[str, Any]]]
 
 
+@functools.cache
 def create() -> tuple[bytes, int]:
     """One batch that makes the table, and how many acknowledgements it gets."""
     from pyroute2.netlink.nfnetlink import nftsocket
