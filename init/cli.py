@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import environment, flags, native, restore, rules, surprises
-from .config import Config, from_flags, validate
+from .config import DOCKER_RESOLVER, Config, from_flags, validate
 from .errors import InitError, UsageError
 from .log import Log, level_of, targets_of
 from .model import Rule
@@ -78,7 +78,7 @@ def _run(parsed: flags.Parsed, environ: Mapping[str, str], log: Log) -> int:
     config = configure(parsed, environ, log)
     log.info(f"settings:\n{config.lines()}")
     if config.dry_run:
-        return _dry_run(config, log)
+        return _dry_run(config, environ, log)
     from .program import run
 
     result = run(config, environ, log)
@@ -87,12 +87,16 @@ def _run(parsed: flags.Parsed, environ: Mapping[str, str], log: Log) -> int:
     return 0
 
 
-def _dry_run(config: Config, log: Log) -> int:
+def _dry_run(config: Config, environ: Mapping[str, str], log: Log) -> int:
     if config.skip_rule_apply:
         return 0
+    if DOCKER_RESOLVER in config.dns_servers_v4 and os.geteuid() == 0:
+        from .program import tools_for, with_docker
+
+        config = with_docker(config, tools_for(config, environ, log))
     if config.backend == "native-nft":
         built = native.build(config)
-        text = native.script(built, config.comments)
+        text = native.script(built, config.comments, config.docker_resolver)
         document: dict[str, Any] = {"backend": "native-nft", "script": text, "rules": _described(built, "inet")}
     else:
         both = rules.build(config)

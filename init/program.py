@@ -73,8 +73,7 @@ def run(config: Config, environ: Mapping[str, str], log: Log) -> Result:
     Raises:
         InitError: with the exit code of the failure.
     """
-    lock_file = config.network_namespace if config.cni_mode else ""
-    tools = Tools(log, config.lock_wait, lock_file, config.network_namespace, config.cni_mode, environ)
+    tools = tools_for(config, environ, log)
     result = Result(config.backend)
     if not config.skip_rule_apply:
         # Errors of the routes' numbers come before any rule is touched.
@@ -95,6 +94,12 @@ def run(config: Config, environ: Mapping[str, str], log: Log) -> Result:
         proof.run(config, tools, result.backend)
         result.validated = True
     return result
+
+
+def tools_for(config: Config, environ: Mapping[str, str], log: Log) -> Tools:
+    """How commands are run with these settings."""
+    lock_file = config.network_namespace if config.cni_mode else ""
+    return Tools(log, config.lock_wait, lock_file, config.network_namespace, config.cni_mode, environ)
 
 
 # --- iptables -------------------------------------------------------------------------------
@@ -128,7 +133,7 @@ def _xtables(config: Config, tools: Tools, result: Result) -> None:
     backend = _backend(config, tools)
     result.backend = backend.name
     dumps = {family: backend.dump(family) for family in FAMILIES}
-    config = _with_docker(config, tools, backend.kind, dumps["ipv4"])
+    config = with_docker(config, tools, backend.kind, dumps["ipv4"])
     result.docker_resolver = config.docker_resolver
     built = rules.build(config)
     _warn_of_others(tools, backend.kind)
@@ -258,7 +263,7 @@ def _native(config: Config, tools: Tools, result: Result) -> None:
             backend.cleanup()
         result.action = "cleaned"
         return
-    config = _with_docker(config, tools, "nft", None)
+    config = with_docker(config, tools)
     result.docker_resolver = config.docker_resolver
     backend = backend._replace(ahead=config.docker_resolver)
     built = native.build(config)
@@ -277,8 +282,13 @@ def _native(config: Config, tools: Tools, result: Result) -> None:
 # --- what else is in the namespace ----------------------------------------------------------
 
 
-def _with_docker(config: Config, tools: Tools, kind: xtables.Kind, dump: state.Dump | None) -> Config:
-    """``config`` with ``docker_resolver`` set if Docker's resolver is listed and its jump is in OUTPUT already."""
+def with_docker(
+    config: Config, tools: Tools, kind: xtables.Kind | None = None, dump: state.Dump | None = None
+) -> Config:
+    """``config`` with ``docker_resolver`` set if Docker's resolver is listed and its jump is in OUTPUT already.
+
+    ``dump`` are the present rules of ``kind``, if they were read already. Reading needs root.
+    """
     if not config.captures_dns or config.capture_all_dns or DOCKER_RESOLVER not in config.dns_servers_v4:
         return config
     if (dump is not None and _jumps_to_docker(dump)) or any(
