@@ -1,0 +1,297 @@
+"""One Envoy's decision over a connection, from xDS resources alone; and what it makes of what its upstream did.
+
+Sources: envoyproxy/envoy: source/common/router/router.cc, source/common/tcp_proxy/tcp_proxy.cc,
+source/common/stream_info/utility.h (flags), source/common/grpc/status.cc.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lab.explain import listener as listeners
+from lab.explain import route as routes
+from lab.explain import upstream as upstreams
+from lab.explain.flow import Connection, Request, Speech
+from lab.explain.listener import Passed
+from lab.explain.upstream import Resolve, Upstream
+from lab.explain.xds import Config, Json, config_of, type_of
+
+_HTTP_WITHOUT_EFFECT = frozenset(
+    {
+        "router", "grpc_stats", "cors", "fault", "alpn", "stats", "metadata_exchange", "peer_metadata", "compressor",
+        "decompressor", "grpc_web", "buffer", "health_check", "original_src", "on_demand", "stateful_session",
+        "bandwidth_limit", "set_metadata", "header_to_metadata", "tap", "admission_control", "csrf", "grpc_json_transcoder",
+        "set_filter_state", "upstream_codec",
+    }
+)  # fmt: skip
+"""HTTP filters that neither answer a usual request nor change its route."""
+_NETWORK_WITHOUT_EFFECT = frozenset(
+    {"stats", "metadata_exchange", "peer_metadata", "mongo_proxy", "mysql_proxy", "kafka_broker", "sni_cluster",
+     "set_filter_state", "wasm_stats"}
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where one Envoy sends one connection (or the request in it).
+
+    ``http`` is True where a connection manager reads it. Exactly one of these goes on: ``upstream`` (with endpoints, or
+    without any healthy one), ``answer`` (an HTTP status that Envoy itself gives), ``closed`` (the connection ends). ``flags`` and
+    ``details`` are Envoy's, as they are when nothing goes wrong further on. ``tls``: the connection's TLS ended here.
+    """
+
+    listener: str | None = None
+    filter_chain: str | None = None
+    http: bool = False
+    route: str | None = None
+    virtual_host: str | None = None
+    route_name: str | None = None
+    cluster: str | None = None
+    upstream: Upstream | None = None
+    answer: int | None = None
+    closed: bool = False
+    flags: str = "-"
+    details: str | None = None
+    tls: bool = False
+    client_certificate: bool = False
+    request: Request | None = None
+    retries: int = 0
+    timeout: float = 0.0
+    delay: float = 0.0
+    alpn: tuple[str, ...] = ()
+    chance: float = 1.0
+    doubts: tuple[str, ...] = ()
+    passed: tuple[Passed, ...] = ()
+    detected: str = ""
+
+    @property
+    def speech(self) -> Speech:
+        """What the next hop hears first (inside TLS, if it is wrapped in that)."""
+        if not self.http:
+            return "opaque"
+        return "h2" if self.upstream and self.upstream.protocol == "h2" else "http1"
+
+
+def decide(config: Config, connection: Connection, lookup: Resolve | None = None) -> tuple[Decision, ...]:
+    """All that can become of a connection; several where weights or faults choose. Chances add up to 1."""
+    listener = listeners.find(config, connection)
+    if listener is None:
+        return (Decision(closed=True, flags="", doubts=(f"no listener takes port {connection.port}",)),)
+    chosen = listeners.choose(listener, connection)
+    detected = (
+        f"{chosen.detected.transport}{' ' + ','.join(chosen.detected.protocols) if chosen.detected.protocols else ''}"
+    )
+    base = Decision(
+        listener=str(listener.get("name", "")), doubts=chosen.doubts, passed=chosen.passed, detected=detected
+    )
+    if chosen.chain is None:
+        return (replace(base, closed=True, flags="NR", details="filter_chain_not_found"),)
+    chain = chosen.chain
+    base = replace(base, filter_chain=str(chain.get("name", "")) or None)
+    secured = _downstream_tls(chain)
+    if secured is not None:
+        if connection.tls is None:
+            return (replace(base, closed=True, flags="-", details="TLS was expected"),)
+        wants = bool(config_of(secured).get("require_client_certificate"))
+        if wants and not connection.tls.identity:
+            return (
+                replace(base, closed=True, flags="-", details="TLS without the client certificate that is required"),
+            )
+        base = replace(base, tls=True, client_certificate=wants)
+        connection = replace(connection, tls=None)
+    return tuple(_filters(config, base, chain, connection, lookup))
+
+
+def _downstream_tls(chain: Json) -> Json | None:
+    socket = chain.get("transport_socket")
+    if not socket or type_of(socket) in ("RawBuffer", ""):
+        return None
+    return socket  # type: ignore[no-any-return]
+
+
+def _filters(
+    config: Config, base: Decision, chain: Json, connection: Connection, lookup: Resolve | None
+) -> Iterator[Decision]:
+    doubts = list(base.doubts)
+    for filter_ in chain.get("filters", ()):
+        kind = type_of(filter_)
+        if kind == "HttpConnectionManager":
+            yield from _http(config, replace(base, doubts=tuple(doubts)), config_of(filter_), connection, lookup)
+            return
+        if kind == "TcpProxy":
+            yield from _tcp(config, replace(base, doubts=tuple(doubts)), config_of(filter_), connection, lookup)
+            return
+        name = str(filter_.get("name", kind)).rpartition(".")[2]
+        if name not in _NETWORK_WITHOUT_EFFECT:
+            doubts.append(f"network filter {filter_.get('name', kind)} is not evaluated")
+    yield replace(base, closed=True, doubts=(*doubts, "the filter chain ends in no filter that is known"))
+
+
+def _tcp(
+    config: Config, base: Decision, proxy: Json, connection: Connection, lookup: Resolve | None
+) -> Iterator[Decision]:
+    if "cluster" in proxy:
+        shares = [(str(proxy["cluster"]), 1.0)]
+    else:
+        entries = (proxy.get("weighted_clusters") or {}).get("clusters", ())
+        total = sum(int(e.get("weight", 0)) for e in entries) or 1
+        shares = [(str(e.get("name", "")), int(e.get("weight", 0)) / total) for e in entries if e.get("weight")]
+    doubts = base.doubts
+    if "tunneling_config" in proxy:
+        doubts = (*doubts, "tunneling_config is not evaluated")
+    for name, part in shares:
+        upstream = upstreams.resolve(config, name, connection, lookup)
+        now = replace(base, cluster=name, chance=base.chance * part, doubts=(*doubts, *upstream.doubts))
+        if not upstream.known:
+            yield replace(now, cluster=None, closed=True, flags="NC")
+        elif not upstream.endpoints and not upstream.doubts:
+            yield replace(now, closed=True, flags="UH")
+        else:
+            yield replace(now, upstream=upstream)
+
+
+def _http(
+    config: Config, base: Decision, manager: Json, connection: Connection, lookup: Resolve | None
+) -> Iterator[Decision]:
+    base = replace(base, http=True)
+    route_config, missing = _route_config(config, manager)
+    if connection.first_bytes not in ("http1", "h2"):
+        # The codec cannot read it; it answers 400 in plain HTTP/1.1, with no route taken.
+        name = str(route_config.get("name", "")) if route_config else None
+        yield replace(
+            base, route=name, answer=400, closed=connection.tls is not None, flags="DPE", details="http1.codec_error"
+        )
+        return
+    request = connection.request
+    if request is None:
+        yield replace(base, doubts=(*base.doubts, "no request is given for an HTTP connection"))
+        return
+    fault: Json | None = None
+    doubts = list(base.doubts)
+    alpn: tuple[str, ...] = ()
+    for filter_ in manager.get("http_filters", ()):
+        name = str(filter_.get("name", "")).rpartition(".")[2]
+        if filter_.get("disabled"):
+            continue
+        if name == "fault":
+            fault = config_of(filter_)
+        elif name == "alpn":
+            alpn = _alpn(config_of(filter_), request, connection)
+        elif name not in _HTTP_WITHOUT_EFFECT:
+            doubts.append(f"HTTP filter {filter_.get('name')} is not evaluated")
+    base = replace(base, doubts=tuple(doubts), alpn=alpn)
+    if route_config is None:
+        yield replace(base, doubts=(*base.doubts, missing))
+        return
+    if manager.get("strip_any_host_port") or manager.get("strip_matching_host_port"):
+        request = replace(request, authority=routes.without_port(request.authority))
+    for routed in routes.find(route_config, request, fault):
+        yield _routed(config, base, routed, connection, lookup)
+
+
+def _route_config(config: Config, manager: Json) -> tuple[Json | None, str]:
+    if "route_config" in manager:
+        return manager["route_config"], ""
+    name = str((manager.get("rds") or {}).get("route_config_name", ""))
+    if name:
+        return config.routes.get(name), f"route configuration {name} is not in the dump"
+    return None, "scoped routes are not evaluated"
+
+
+def _alpn(config: Json, request: Request, connection: Connection) -> tuple[str, ...]:
+    """What istio.alpn offers by the protocol of the request (istio/proxy: source/extensions/filters/http/alpn)."""
+    version = "HTTP2" if connection.speech == "h2" or request.grpc else "HTTP11"
+    for entry in config.get("alpn_override", ()):
+        if str(entry.get("upstream_protocol", "HTTP10")).replace("_", "") == version:
+            return tuple(entry.get("alpn_override", ()))
+    return ()
+
+
+def _routed(
+    config: Config, base: Decision, routed: routes.Routed, connection: Connection, lookup: Resolve | None
+) -> Decision:
+    now = replace(
+        base,
+        route=routed.config,
+        virtual_host=routed.virtual_host or None,
+        route_name=routed.route or None,
+        chance=base.chance * routed.chance,
+        request=routed.request or connection.request,
+        retries=routed.retries,
+        timeout=routed.timeout,
+        delay=routed.delay,
+        passed=(*base.passed, *routed.passed),
+        flags="DI" if routed.delay else "-",
+    )
+    if routed.doubt:
+        return replace(now, doubts=(*now.doubts, routed.doubt))
+    if routed.abort:
+        flags = "DI,FI" if routed.delay else "FI"
+        return replace(now, answer=routed.status, flags=flags, details="fault_filter_abort")
+    if routed.status is not None:
+        if routed.missing:
+            return replace(now, answer=404, virtual_host=None, flags="NR", details="route_not_found")
+        return replace(now, answer=routed.status, details="direct_response")
+    assert routed.cluster is not None
+    upstream = upstreams.resolve(config, routed.cluster, connection, lookup)
+    now = replace(now, cluster=routed.cluster, doubts=(*now.doubts, *upstream.doubts))
+    if not upstream.known:
+        return replace(now, cluster=None, answer=503, flags="NC", details="cluster_not_found")
+    if not upstream.endpoints and not upstream.doubts:
+        return replace(now, answer=503, flags="UH", details="no_healthy_upstream")
+    return replace(now, upstream=upstream, details="via_upstream")
+
+
+UpstreamResult = Literal["ok", "refused", "timeout", "unreachable", "closed", "tls-refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the client of an Envoy gets: an HTTP status, or (None) bytes as they come, or the end of the connection."""
+
+    result: Literal["ok", "closed", "timeout"]
+    status: int | None
+    flags: str
+    details: str | None
+
+
+def reply(decision: Decision, result: UpstreamResult, status: int | None) -> Reply:
+    """What becomes of a flow whose upstream ended so.
+
+    Args:
+        result: of the connection to the endpoint: it answered, refused, did not answer, ended without a byte, or failed
+            the TLS handshake.
+        status: of the answer, if it was HTTP.
+    """
+    if result == "ok":
+        return Reply("ok", status, decision.flags, decision.details)
+    if not decision.http:
+        failed = result in ("refused", "timeout", "unreachable", "tls-refused")
+        return Reply("timeout" if result == "timeout" else "closed", None, "UF,URX" if failed else "-", None)
+    if result == "closed":
+        why = "upstream_reset_before_response_started{connection_termination}"
+        return Reply("ok", 503, "UC", why)
+    reason = {
+        "refused": "remote_connection_failure|delayed_connect_error:_Connection_refused",
+        "unreachable": "remote_connection_failure|delayed_connect_error:_No_route_to_host",
+        "timeout": "connection_timeout",
+        "tls-refused": "remote_connection_failure",
+    }[result]
+    flags = "URX,UF" if decision.retries else "UF"
+    return Reply("ok", 503, flags, f"upstream_reset_before_response_started{{{reason}}}")
+
+
+def grpc_status(status: int) -> int:
+    """gRPC's code for an HTTP status that Envoy itself answers (source/common/grpc/status.cc)."""
+    return {400: 13, 401: 16, 403: 7, 404: 12, 429: 14, 502: 14, 503: 14, 504: 14}.get(status, 2)
+
+
+def shares(decisions: Iterable[Decision]) -> dict[str, float]:
+    """The distribution over clusters, where weights choose."""
+    found: dict[str, float] = {}
+    for decision in decisions:
+        name = decision.cluster or (f"status {decision.answer}" if decision.answer else "closed")
+        found[name] = found.get(name, 0.0) + decision.chance
+    return found

@@ -1,0 +1,55 @@
+"""What comes to an Envoy: a connection, what its first bytes are, and the request in it. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Speech = Literal["http1", "h2", "tls", "opaque"]
+"""First bytes: an HTTP/1 request line, an HTTP/2 preface, a TLS client hello, or anything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTls:
+    """A TLS client: what its hello says, and who it is (the URI of its certificate, if it has one)."""
+
+    sni: str = ""
+    alpn: tuple[str, ...] = ()
+    identity: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One HTTP request. ``headers`` are lower-case."""
+
+    authority: str
+    path: str = "/"
+    method: str = "GET"
+    headers: Mapping[str, str] = field(default_factory=dict)
+    scheme: str = "http"
+
+    @property
+    def grpc(self) -> bool:
+        return self.headers.get("content-type", "").startswith("application/grpc")
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A connection. ``dst`` and ``dport`` are the original destination, ``port`` the one at which Envoy took it.
+
+    With ``tls``, ``speech`` is what is inside of it. ``request`` is the request that comes, if one comes.
+    """
+
+    src: str
+    dst: str
+    dport: int
+    port: int
+    speech: Speech = "http1"
+    tls: ClientTls | None = None
+    request: Request | None = None
+    sport: int = 0
+
+    @property
+    def first_bytes(self) -> Speech:
+        return "tls" if self.tls is not None else self.speech
