@@ -6,9 +6,11 @@ nothing to run; 3 something could not be observed on this kernel; if both 1 and 
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -95,6 +97,8 @@ def up(
 
         mesh = load(files, name=name)
         _warn(mesh)
+        if not as_json:  # what prints the table is imported while the lab comes up
+            threading.Thread(target=importlib.import_module, args=("lab.show",), daemon=True).start()
         return mesh
 
     if dry_run:

@@ -84,6 +84,8 @@ class Lab:
             raise
         if message.get("event") != "ready":
             _let_go(process)
+            if not message and not paths.run_dir(known.name).exists():
+                raise LabError("the lab's process failed", why=f"it ended with {process.returncode}")
             raise _error_of(message, known.name)
         if detach:
             _let_go(process)

@@ -114,10 +114,12 @@ class Supervisor:
             self._make_directory(running)
         self._fabric.add_done_callback(lambda _: self._phase("fabric"))
         self._zygote.ready.add_done_callback(lambda _: self._phase("zygote"))
-        await _all(self._zygote.wait_ready(), asyncio.shield(self._fabric))
+        # The node's services need few of the zygote's modules: they start while it imports the others.
+        await asyncio.shield(self._fabric)
         self._node = await self._start_place(workload.node_place(self._lab))
         services = asyncio.ensure_future(self._start_services(self._node))
         try:
+            await self._zygote.wait_ready()
             await self._start_all(expose, services)
         finally:
             services.cancel()

@@ -19,15 +19,15 @@ from lab.runtime.mounts import NOTIFY_DIR, POD_DIR, View
 from lab.runtime.spawn import DEFAULT_PATH, ProcessSpec
 
 ZYGOTE_MODULES: tuple[str, ...] = (
-    "agent.preload",
     "lab.apps.preload",
     "lab.discovery.server",
     "lab.fabric.dns",
     "lab.trace.observer",
+    "agent.preload",
     "init.cli",
     "init.program",
 )
-"""What everything below needs; the legacy back end adds `LEGACY_MODULES`."""
+"""What everything below needs; what the node's services need comes first, for they start first. The legacy back end adds `LEGACY_MODULES`."""
 
 LEGACY_MODULES = ("init.libiptc",)
 

@@ -1,10 +1,11 @@
 """The process that everything of a lab is forked from: it imports once, so that a pod's processes need not.
 
 ``python -m lab.runtime.zygote FD MODULE...`` with the lab's mark in its environment. FD is one end of a socket pair
-(`lab.runtime.channel`). It imports the modules, says ``ready`` and then obeys: ``{"op": "log", "path"}`` names the file
-for what it has to say; each ``{"op": "start", "place", "netns", "notify_dir", "hostname", "view", "sysctls"}`` brings one descriptor, the control
-channel of the new place's first process (`lab.runtime.keeper`), which it starts. Reports: ``ready``, ``started`` with a pidfd,
-``ended`` with a ``code``, ``failed`` with an ``error``.
+(`lab.runtime.channel`). It imports the modules, obeying between them what has come, says ``ready``, and goes on:
+``{"op": "log", "path"}`` names the file for what it has to say; each
+``{"op": "start", "place", "netns", "notify_dir", "hostname", "view", "sysctls"}`` brings one descriptor, the control
+channel of the new place's first process (`lab.runtime.keeper`), which it starts. Reports: ``ready``, ``started`` with
+a pidfd, ``ended`` with a ``code``, ``failed`` with an ``error``.
 
 It must stay a process with one thread and nothing running, since only such a one may be forked at will. When the one
 who gives orders is gone it stays as the parent that reaps, until its last place has ended.
@@ -19,7 +20,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.set_inheritable(control.fileno(), False)
     kernel.name_process("zygote")
     zygote = Zygote(control)
-    error = preload(modules)
+    error = preload(modules, zygote.obey_pending)
     if error:
         channel.send(control, {"event": "failed", "place": "", "error": error})
         return 1
@@ -42,19 +43,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def preload(modules: Sequence[str]) -> str:
-    """Imports the modules and freezes what they made; a reason why this process may not be forked, or nothing."""
+def preload(modules: Sequence[str], after_each: Callable[[], None]) -> str:
+    """Imports the modules; a reason why this process may not be forked, or nothing.
+
+    Places that need few of them need not wait for all: ``after_each`` may fork.
+    """
+    gc.disable()
     for name in modules:
         try:
             importlib.import_module(name)
         except Exception as e:  # whatever a module does at import: the one who waits must hear of it
             return f"import {name}: {type(e).__name__}: {e}"
-    threads = len(os.listdir("/proc/self/task"))
-    if threads > 1:
-        return f"importing {', '.join(modules)} left {threads - 1} threads running"
-    gc.collect()
-    gc.disable()
-    gc.freeze()  # the collector would write to every object, and so copy every page in every child
+        threads = len(os.listdir("/proc/self/task"))
+        if threads > 1:
+            return f"importing {name} left {threads - 1} threads running"
+        gc.freeze()  # the collector would write to every object, and so copy every page in every child
+        after_each()
     return ""
 
 
@@ -65,7 +69,11 @@ class Zygote:
         self._control = control
         self._places: dict[int, str] = {}
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        self._orphaned = False
         self._wake, self._wake_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._poll = select.poll()
+        self._poll.register(self._wake, select.POLLIN)
+        self._poll.register(control, select.POLLIN)
         spawn.reset_signals()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -73,19 +81,25 @@ class Zygote:
 
     def serve(self) -> None:
         """Until the control channel has ended and no place is left."""
-        poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
-        poll.register(self._control, select.POLLIN)
-        orphaned = False
-        while not orphaned or self._places:
-            for fd, _ in poll.poll():
-                if fd == self._wake:
-                    with suppress(BlockingIOError):
-                        os.read(self._wake, 4096)
-                    self._reap()
-                elif not self._obey():
-                    poll.unregister(self._control)
-                    orphaned = True
+        while not self._orphaned or self._places:
+            self._turn(None)
+
+    def obey_pending(self) -> None:
+        """Does what has come, and waits for nothing."""
+        while not self._orphaned and self._turn(0):
+            pass
+
+    def _turn(self, timeout: int | None) -> bool:
+        ready = self._poll.poll(timeout)
+        for fd, _ in ready:
+            if fd == self._wake:
+                with suppress(BlockingIOError):
+                    os.read(self._wake, 4096)
+                self._reap()
+            elif not self._obey():
+                self._poll.unregister(self._control)
+                self._orphaned = True
+        return bool(ready)
 
     def _obey(self) -> bool:
         received = channel.receive(self._control)

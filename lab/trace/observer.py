@@ -28,7 +28,7 @@ from contextlib import suppress
 from typing import Any
 
 from lab import notify
-from lab.trace import places
+from lab.trace import owner_table, places
 from lab.trace.flows import Flow
 from lab.trace.index import Packet, entry_to_json, flow_to_json
 from lab.trace.places import Place
@@ -198,6 +198,7 @@ async def _main(params: Mapping[str, Any]) -> int:
         options = {"netns": where} if isinstance(where, str) else where
         await observer.answer({"op": "attach", "place": name, **options})
     server = await serve(observer, str(params["socket"]))
+    owner_table.create()  # imports pyroute2 (0.2 s) now, while no pod waits for its attachment
     notify.ready()
     await ended.wait()
     server.close()
