@@ -519,9 +519,15 @@ def _all_outbound(proxy: Proxy) -> list[Any]:
                 cluster = proxy.shared(
                     ("cluster", port.port, subset), service, partial(_outbound, proxy, service, port, subset)
                 )
-                if cluster is not None and cluster.name not in seen:
-                    seen.add(cluster.name)
-                    out.append(cluster)
+                if cluster is None:
+                    continue
+                if cluster.name in seen:
+                    proxy.push.add_metric(
+                        "pilot_duplicate_envoy_clusters", cluster.name, f"Duplicate cluster {cluster.name}"
+                    )
+                    continue
+                seen.add(cluster.name)
+                out.append(cluster)
     out.append(_black_hole(proxy))
     out.append(_passthrough(proxy, protoconv.PASSTHROUGH_CLUSTER))
     return out

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from envoy.config.listener.v3 import listener_components_pb2, listener_pb2
@@ -77,7 +77,6 @@ class Entry:
     bind_to_port: bool = False
     locked: bool = False
     headless: bool = False
-    rejected: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,13 +383,17 @@ class _Builder:
         both = {current.port.protocol, port.protocol}
         return len(both) == 1 or not both & {"MONGO", "MYSQL"}
 
-    @staticmethod
-    def _merge(current: Entry, incoming: Sequence[Chain], service: Service) -> None:
+    def _merge(self, current: Entry, incoming: Sequence[Chain], service: Service) -> None:
         """Adds the chains whose match is new; of equal ones the first (oldest service) stays."""
         known = {c.match_key for c in current.chains}
         for chain in incoming:
             if chain.match_key in known:
-                current.rejected.append(service.host)
+                name = listener_name(current.binds[0], current.port.port)
+                self.proxy.push.add_metric(
+                    "pilot_conflict_outbound_listener_tcp_over_current_tcp",
+                    name,
+                    f"Listener={name} Accepted={current.kind} Rejected={service.host} for {self.proxy.scope.name}",
+                )
                 continue
             known.add(chain.match_key)
             current.chains.append(chain)

@@ -33,6 +33,7 @@ class PushContext:
         self.assignments: dict[Hashable, Any] = {}
         self.encoded: dict[int, Any] = {}
         self.added_pods: frozenset[str] = frozenset()
+        self.status: dict[str, dict[str, str]] = {}
         config, reads = self.mesh_config, self.registry.reads
         root = config.root_namespace
         parsed = [
@@ -69,6 +70,10 @@ class PushContext:
         self._restricted = [s for s in self.registry.services if s.export_to]
         self._exported: dict[str, list[Service]] = {}
         self._scopes: dict[tuple[str, str], sidecar_scope.SidecarScope] = {}
+
+    def add_metric(self, metric: str, key: str, message: str) -> None:
+        """Notes something that was dropped or overridden while generating, under istiod's metric name."""
+        self.status.setdefault(metric, {})[key] = message
 
     def advance(self, mesh: model.Mesh) -> tuple[PushContext, frozenset[str] | None]:
         """The context of a changed mesh, and the hosts whose endpoints alone changed; None stands for a full push."""

@@ -215,7 +215,7 @@ def _most_specific(listener: EgressListener, host: str) -> VirtualService | None
     return owners[best] if best is not None else None
 
 
-def _settle(candidates: Sequence[HostInMaking]) -> list[Any]:
+def _settle(proxy: Proxy, candidates: Sequence[HostInMaking]) -> list[Any]:
     """Virtual hosts without double names and domains: a domain belongs to the first that claims it."""
     fqdns = {c.service.host.lower() for c in candidates if c.service is not None}
     names: set[str] = set()
@@ -223,6 +223,7 @@ def _settle(candidates: Sequence[HostInMaking]) -> list[Any]:
     out = []
     for one in candidates:
         if one.name in names:
+            proxy.push.add_metric("pilot_vservice_dup_domain", one.name, f"duplicate virtual host: {one.name}")
             continue
         own = one.service.host.lower() if one.service is not None else ""
         kept = []
@@ -233,6 +234,8 @@ def _settle(candidates: Sequence[HostInMaking]) -> list[Any]:
                 continue
             claimed.add(folded)
             kept.append(domain)
+        if len(kept) < len(set(one.domains)):
+            proxy.push.add_metric("pilot_vservice_dup_domain", one.name, f"duplicate domain from {one.name}")
         if not kept:
             continue
         names.add(one.name)
@@ -281,7 +284,7 @@ def _build(proxy: Proxy, name: str) -> Any:
     candidates = _candidates(proxy, listener, 0 if every_port else port)
     if every_port:
         candidates = _with_ports(candidates)
-    hosts = _settle(candidates)
+    hosts = _settle(proxy, candidates)
     return _frame(name, [*hosts, catch_all_virtual_host(proxy)])
 
 

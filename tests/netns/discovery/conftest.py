@@ -23,9 +23,10 @@ from envoy.extensions.transport_sockets.tls.v3 import secret_pb2
 from envoy.service.discovery.v3 import discovery_pb2
 
 from lab.discovery import protoconv
+from lab.discovery.ads import DiscoveryServer
 from lab.discovery.ca import CertificateAuthority, spiffe_id
 from lab.discovery.node import Node
-from lab.discovery.server import DiscoveryServer, start
+from lab.discovery.server import start
 from lab.manifests import model
 
 ENVOY = next(Path(p) / "envoy" for p in envoy._bin.__path__)
