@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import errno
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +30,9 @@ from agent.proxy_config import parse_yaml
 log = logging.getLogger("default")
 
 PR_SET_PDEATHSIG = 1
-# Levels in the bootstrap's text format, its JSON format, and Envoy's own.
-_CRITICAL = ("\tcritical\t", '"level":"critical"', "[critical]")
-_ERROR = ("\terror\t", '"level":"error"', "[error]")
+# Levels in the text format, in Envoy's JSON and in ours.
+_CRITICAL = ("\tcritical\t", '"level":"critical"', '"level": "critical"')
+_ERROR = ("\terror\t", '"level":"error"', '"level": "error"')
 _FIPS_CIPHERS = (
     "ECDHE-ECDSA-AES128-GCM-SHA256:ECDHE-RSA-AES128-GCM-SHA256:"
     "ECDHE-ECDSA-AES256-GCM-SHA384:ECDHE-RSA-AES256-GCM-SHA384"
@@ -167,12 +168,14 @@ def describe_wait_status(status: int) -> str:
 class EnvoyProcess:
     """One Envoy run. Create it before any thread exists; then `start`, `wait` and perhaps `abort`."""
 
-    def __init__(self, run_as: tuple[int, int] | None = None) -> None:
+    def __init__(self, run_as: tuple[int, int] | None = None, *, log_as_json: bool = False) -> None:
         """Forks the launcher.
 
         Args:
             run_as: uid and gid of Envoy, None for the agent's own.
+            log_as_json: the format that the bootstrap sets for Envoy's log.
         """
+        self._as_json = log_as_json
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         error_read, error_write = os.pipe2(os.O_CLOEXEC)
         agent_pid = os.getpid()
@@ -201,7 +204,7 @@ class EnvoyProcess:
         loop = asyncio.get_running_loop()
         self._exited = loop.create_future()
         loop.add_reader(self._pidfd, self._reap)
-        self._forwarder = _LineForwarder(self._stderr, sys.stderr.fileno(), self._note)
+        self._forwarder = _LineForwarder(self._stderr, 2, self._as_json, self._note)
         loop.add_reader(self._stderr, self._forwarder.read)
         message = json.dumps([binary, [binary, *args], dict(environ)]).encode("utf-8", "surrogateescape")
         self._command.setblocking(False)
@@ -266,14 +269,15 @@ class EnvoyProcess:
 
 
 class _LineForwarder:
-    """Copies whole lines from Envoy's stderr to our own and shows each to `note`."""
+    """Copies Envoy's stderr to our own, line by line, and shows each line to `note`."""
 
-    def __init__(self, source: int, target: int, note: Callable[[str], None]) -> None:
+    def __init__(self, source: int, target: int, as_json: bool, note: Callable[[str], None]) -> None:
         os.set_blocking(source, False)
-        self._source, self._target, self._note = source, target, note
+        self._source, self._target, self._as_json, self._note = source, target, as_json, note
         self._rest = b""
 
     def read(self) -> None:
+        """Forwards what has come; what is left at the end of file too."""
         while True:
             try:
                 data = os.read(self._source, 65536)
@@ -281,30 +285,47 @@ class _LineForwarder:
                 return
             if not data:
                 break
-            self._write(data)
             *lines, self._rest = (self._rest + data).split(b"\n")
-            self._rest = self._rest[-65536:]
-            for line in lines:
-                self._note(line.decode("utf-8", "replace"))
+            self._forward(lines)
         if self._rest:
-            self._note(self._rest.decode("utf-8", "replace"))
+            self._forward([self._rest])
             self._rest = b""
-        try:
-            asyncio.get_running_loop().remove_reader(self._source)
-        except RuntimeError:
-            pass
+        asyncio.get_running_loop().remove_reader(self._source)
 
-    def _write(self, data: bytes) -> None:
-        view = memoryview(data)
+    def _forward(self, lines: Sequence[bytes]) -> None:
+        texts = [uniform_line(line.decode("utf-8", "surrogateescape"), self._as_json) for line in lines]
+        for text in texts:
+            self._note(text)
+        view = memoryview("".join(f"{text}\n" for text in texts).encode("utf-8", "surrogateescape"))
         while view:
             try:
                 view = view[os.write(self._target, view) :]
-            except BlockingIOError:
+            except OSError:
+                # Nobody reads our log: Envoy must go on all the same.
                 return
-            except OSError as error:
-                if error.errno == errno.EINTR:
-                    continue
-                return
+
+
+# What Envoy writes until it has read the format in its bootstrap: [time][thread][level][logger] [file:line] message
+_EARLY_LINE = re.compile(
+    r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\.(\d{3})\]\[(\d+)\]\[(\w+)\]\[([\w.]+)\] \[([^\]]*)\] (.*)", re.DOTALL
+)
+
+
+def uniform_line(line: str, as_json: bool) -> str:
+    """A line of Envoy's log in the format of the bootstrap; lines of other shapes as they are."""
+    early = _EARLY_LINE.fullmatch(line)
+    if early is None:
+        return line
+    clock, milliseconds, thread, level, logger, caller, message = early.groups()
+    try:
+        seconds = time.mktime(time.strptime(clock, "%Y-%m-%d %H:%M:%S"))
+    except (ValueError, OverflowError):
+        return line
+    stamp = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{milliseconds}000Z"
+    if not as_json:
+        return f"{stamp}\t{level}\tenvoy {logger} {caller}\t{message}\tthread={thread}"
+    entry = {"time": stamp, "level": level, "scope": f"envoy {logger}", "msg": message, "caller": caller}
+    return json.dumps({**entry, "thread": thread})
 
 
 def _launch(command: socket.socket, error_write: int, agent_pid: int, run_as: tuple[int, int] | None) -> None:

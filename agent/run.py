@@ -417,7 +417,7 @@ def run_proxy(options: ProxyOptions) -> None:
     if not options.disable_envoy:
         dns_address = options.environment.string("DNS_PROXY_ADDR")
         as_root = os.geteuid() == 0 and dns_address.endswith(":53")
-        envoy = EnvoyProcess(ENVOY_USER if as_root else None)
+        envoy = EnvoyProcess(ENVOY_USER if as_root else None, log_as_json=options.flags.boolean("log_as_json"))
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_main(options, envoy))

@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,15 @@ import pytest
 
 from agent import proxy_config
 from agent.admin import AdminClient
-from agent.envoy import EnvoyOptions, EnvoyProcess, describe_wait_status, envoy_args, read_override, split_component_log
+from agent.envoy import (
+    EnvoyOptions,
+    EnvoyProcess,
+    describe_wait_status,
+    envoy_args,
+    read_override,
+    split_component_log,
+    uniform_line,
+)
 from agent.errors import AgentError
 from agent.lifecycle import DrainOptions, ProxyAgent, active_connections
 
@@ -112,6 +121,25 @@ def test_the_last_critical_line_is_the_reason(capfd: pytest.CaptureFixture[str])
     status = run_to_end(script)
     assert status.last_error.endswith("bad bootstrap")
     assert "later" in capfd.readouterr().err
+
+
+def test_lines_from_before_the_bootstrap_get_its_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    early = "[2026-11-30 03:40:18.931][911][info][main] [source/server/server.cc:463] epoch [0]"
+    assert uniform_line(early, False) == (
+        "2026-11-30T03:40:18.931000Z\tinfo\tenvoy main source/server/server.cc:463\tepoch [0]\tthread=911"
+    )
+    assert json.loads(uniform_line(early, True)) == {
+        "time": "2026-11-30T03:40:18.931000Z",
+        "level": "info",
+        "scope": "envoy main",
+        "msg": "epoch [0]",
+        "caller": "source/server/server.cc:463",
+        "thread": "911",
+    }
+    for other in ("", "plain", "[2026-13-40 99:99:99.000][1][info][main] [x:1] bad time", '{"level":"info"}'):
+        assert uniform_line(other, True) == other
 
 
 def test_a_binary_that_is_none() -> None:
