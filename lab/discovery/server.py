@@ -13,6 +13,7 @@ import secrets
 import signal
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import grpc
 
 from lab.discovery.ads import DiscoveryServer
 from lab.discovery.auth import Authenticator
-from lab.discovery.ca import CertificateAuthority
+from lab.discovery.ca import CertificateAuthority, new_root_key
 from lab.discovery.ca_service import CertificateService
 from lab.discovery.control import Control
 from lab.discovery.metrics import Metrics
@@ -94,13 +95,15 @@ class Discovery:
     """Everything of one control plane; ``start`` and ``stop`` it. Addresses are bound on ``listen`` (an IP)."""
 
     def __init__(self, load: Callable[[], model.Mesh], listen: str, control: str = "") -> None:
-        mesh = load()
+        with ThreadPoolExecutor(1) as threads:
+            key = threads.submit(new_root_key)
+            mesh = load()
         self.mesh_config = mesh.mesh_config
         self.listen = listen
         self._control_path = control
         self.metrics = Metrics()
         self.issuer = TokenIssuer()
-        self.authority = CertificateAuthority(mesh.mesh_config.trust_domain)
+        self.authority = CertificateAuthority(mesh.mesh_config.trust_domain, key.result())
         # gRPC behind the secure port: an address that nobody can guess
         self._inner = f"sidecarlab-xds-{secrets.token_hex(16)}"
         names = istiod_names(mesh.mesh_config.root_namespace, mesh.domain_suffix)
