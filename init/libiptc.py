@@ -76,6 +76,44 @@ def _load() -> Any:
 
 iptc = _load()
 
+
+def _options(table: Any) -> Iterator[Any]:
+    """The entries of an extension's option table, whatever their size is in this libxtables.
+
+    iptables 1.8.11 appended a member to struct xt_option_entry (48 bytes became 56) under the same library version, so
+    python-iptables would see only the first option of each extension there. A table ends with an entry of zeros: if the
+    second name is missing at the old distance but there at the new one, entries are larger.
+    """
+    kind = table._type_
+    first = ctypes.cast(table, ctypes.c_void_p).value or 0
+    size, larger = ctypes.sizeof(kind), ctypes.sizeof(kind) + 8
+
+    def name_at(offset: int) -> bool:
+        return (ctypes.c_void_p.from_address(first + offset).value or 0) > 0xFFFF
+
+    step = larger if not name_at(size) and name_at(larger) else size
+    while name_at(0):
+        yield kind.from_address(first)
+        first += step
+
+
+def _mend_option_tables(library: Any) -> None:
+    """Makes python-iptables walk option tables by `_options`; the two methods are the only ones that do."""
+
+    def lookup(_self: Any, table: Any, name: bytes) -> Any:
+        return next((entry for entry in _options(table) if entry.name == name), None)
+
+    def check(_self: Any, name: bytes, given: int, table: Any) -> None:
+        for entry in _options(table):
+            if entry.flags & library.XTOPT_MAND and not given & (1 << entry.id):
+                raise library.XTablesError(f"{name.decode()}: --{entry.name.decode()} must be specified")
+
+    library.xtables._option_lookup = lookup
+    library.xtables._options_fcheck = check
+
+
+_mend_option_tables(iptc.xtables)
+
 _family: Family | None = None
 """The family for which this process has loaded extensions, see ``LibIPTC.change``."""
 
