@@ -6,6 +6,7 @@ nothing to run; 3 something could not be observed on this kernel; if both 1 and 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -85,10 +86,20 @@ def cli() -> None:
 @click.option("-d", "--detach", is_flag=True, help="Return when ready; the lab keeps running until `lab down`.")
 @click.option("--runtime", type=click.Choice(["netns", "docker"]), default="netns", show_default=True)
 @click.option("--iptables", "backend", type=click.Choice(BACKENDS), default="auto", show_default=True)
+@click.option(
+    "--timeout", type=click.FloatRange(min=0), default=60.0, show_default=True, help="Seconds until all is ready."
+)
 @click.option("--dry-run", is_flag=True, help="Print the plan and do nothing.")
 @click.option("--json", "as_json", is_flag=True)
 def up(
-    files: tuple[str, ...], name: str | None, detach: bool, runtime: str, backend: str, dry_run: bool, as_json: bool
+    files: tuple[str, ...],
+    name: str | None,
+    detach: bool,
+    runtime: str,
+    backend: str,
+    timeout: float,
+    dry_run: bool,
+    as_json: bool,
 ) -> int:
     """Bring a lab up from manifests. Attached by default: Ctrl-C takes it down."""
 
@@ -109,8 +120,9 @@ def up(
     from lab import lifecycle
 
     if not detach:
-        return lifecycle.run_attached(read, backend=backend, on_ready=lambda info: _show_ready(info, as_json))
-    _show_ready(lifecycle.start_detached(read, backend=backend), as_json)
+        show = functools.partial(_show_ready, as_json=as_json)
+        return lifecycle.run_attached(read, backend=backend, timeout=timeout, on_ready=show)
+    _show_ready(lifecycle.start_detached(read, backend=backend, timeout=timeout), as_json)
     return 0
 
 

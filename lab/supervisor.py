@@ -7,7 +7,7 @@ whoever started it, until the lab is ready (detached) or for as long as it runs 
 JSON lines: ``{"event": "ready", "info": ...}``, ``{"event": "error", ...}``, ``{"event": "down"}``.
 
 Control socket (JSON lines): ``inspect``; ``discovery`` (its status); ``drain`` (SIGTERM to every pod's processes, and
-wait); ``stop``; ``restart`` with ``place`` and ``process``.
+wait); ``stop``, with ``graceful`` after a drain; ``restart`` with ``place`` and ``process``.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ T = TypeVar("T")
 _AT_ONCE = 8  # pods that start at the same time: more only take turns on the processors
 _GRACE = 30.0  # seconds a drain may take: Kubernetes' terminationGracePeriodSeconds
 _KEPT_EVENTS = 1000
+_SETTLE = 1.0  # seconds that proxies may take to answer what they were sent last, once they are ready
 _HEALTH_PORT = 15021
 _HEALTH_PAUSE = 0.02
 
@@ -123,6 +124,8 @@ class Supervisor:
             await self._start_all(expose, services)
         finally:
             services.cancel()
+        await self._tell_nacks()
+        self._zygote.gone.add_done_callback(lambda _: self._zygote_ended())
         self._log.write("ready", pods=len(self._pods), iptables=self._backend, seconds=f"{self._seconds():.2f}")
         await self._listen()
 
@@ -298,6 +301,18 @@ class Supervisor:
         if not self._ending:
             self._event("place-ended", name, unexpected=True)
 
+    def _zygote_ended(self) -> None:
+        """Places live on without it; none can be started any more."""
+        if not self._ending:
+            self._event("zygote-ended", paths.NODE, unexpected=True)
+
+    async def _tell_nacks(self) -> None:
+        """A pod may be ready although its Envoy rejected something (routes, endpoints); that is said, not hidden."""
+        with suppress(LabError):
+            await ask(files.discovery_socket(self._lab), {"op": "wait", "timeout": _SETTLE}, timeout=2 * _SETTLE)
+        for pod, error in (await self._nacks()).items():
+            self._event("nack", pod, error=error)
+
     def _event(self, what: str, place: str, **fields: object) -> None:
         self._events.append({"time": time.time(), "event": what, "place": place, **fields})
         self._log.write(what, place=place, **fields)
@@ -436,6 +451,8 @@ class Supervisor:
                 case "restart":
                     return await self.restart(str(request["place"]), str(request["process"]))
                 case "stop":
+                    if request.get("graceful"):
+                        await self.drain()
                     self._stopped.set()
                     await asyncio.shield(self._down)
                     return {"down": self._lab}

@@ -248,7 +248,6 @@ def test_discovery_status_is_passed_through(small: lifecycle.Lab) -> None:
 
 def test_down_leaves_nothing(name: str, tmp_path: Path) -> None:
     file = manifests(tmp_path, MESH, OUTSIDE)
-    interfaces = os.listdir("/sys/class/net")
     lab = lifecycle.Lab.up(load([file]), name)
     lab_id = record.info(name).id
     assert marked(lab_id)
@@ -258,7 +257,6 @@ def test_down_leaves_nothing(name: str, tmp_path: Path) -> None:
     assert not paths.run_dir(name).exists()
     assert name not in Path("/proc/self/mountinfo").read_text()
     assert not Path(f"/proc/{supervisor}").exists()
-    assert sorted(os.listdir("/sys/class/net")) == sorted(interfaces)
     lab.down()
 
 
@@ -390,6 +388,15 @@ def test_pod_that_never_becomes_ready_is_named(name: str, tmp_path: Path) -> Non
     assert not paths.run_dir(name).exists()
 
 
+def test_failed_up_is_one_line_and_leaves_nothing(name: str, tmp_path: Path) -> None:
+    """Attached, where the supervisor could say more on the same terminal."""
+    done = lab_command("up", manifests(tmp_path, LOST, OUTSIDE), "--name", name, "--timeout", "3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: pod web.shop did not become ready: ")
+    assert done.stderr.count("\n") == 1
+    assert not paths.run_dir(name).exists()
+
+
 def test_pod_whose_init_fails_is_named(name: str, tmp_path: Path) -> None:
     odd = MESH.replace("proxyMetadata: {", 'proxyMetadata: {CAPTURE_ALL_DNS: "maybe", ')
     with pytest.raises(
@@ -444,11 +451,22 @@ def until(lab: lifecycle.Lab, wanted: object) -> lifecycle.Info:
         assert time.monotonic() < deadline
 
 
+def test_labs_go_on_without_their_zygote(name: str, tmp_path: Path) -> None:
+    with lifecycle.running(load([manifests(tmp_path, MESH)]), name) as lab:
+        (zygote,) = [int(str(e["pid"])) for e in record.open(name).entries() if e.get("role") == "zygote"]
+        os.kill(zygote, signal.SIGKILL)
+        info = until(lab, lambda i: i["events"])
+        assert [event["event"] for event in info["events"]] == ["zygote-ended"]
+        assert info["pods"][0]["ready"]
+    assert not paths.run_dir(name).exists()
+
+
 def test_drain_lets_processes_end_by_themselves(name: str, tmp_path: Path) -> None:
     script = "trap 'echo drained; exit 0' TERM; while :; do sleep 0.01; done"
     text = MESH + PLAIN % f'[sh, -c, "{script}"]'
     with lifecycle.running(load([manifests(tmp_path, text)]), name) as lab:
         lifecycle.drain(name)
+        assert lab.inspect()["events"][0]["unexpected"] is False
         pods = lab.inspect()["pods"]
         assert {pid for pod in pods for who, pid in pod["pids"].items() if who != "init"} == {None}
         assert files.app_log(name, "plain.shop").read_text() == "drained\n"
