@@ -46,7 +46,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output went away (`lab ls | head`): nothing is wrong on our side.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception as error:
+        if os.environ.get("SIDECARLAB_TRACEBACK"):
+            raise
+        return _fail(_defect(error))
     return result if isinstance(result, int) else 0
+
+
+def _defect(error: BaseException) -> LabError:
+    """A mistake of ours, as one line that tells where it happened."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    frame = error.__traceback__
+    while frame and frame.tb_next:
+        frame = frame.tb_next
+    where = f"{os.path.relpath(frame.tb_frame.f_code.co_filename)}:{frame.tb_lineno}" if frame else ""
+    return LabError(
+        f"internal error, {type(error).__name__}",
+        where,
+        str(error),
+        "Please report it; SIDECARLAB_TRACEBACK=1 shows how it came about",
+    )
 
 
 def _fail(error: LabError) -> int:

@@ -98,3 +98,21 @@ def test_no_arguments_shows_the_help() -> None:
     result = lab()
     assert result.returncode == 2
     assert "verify" in result.stdout
+
+
+def test_a_defect_of_ours_is_one_line_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from lab import cli
+    from lab.fabric import record
+
+    def broken() -> None:
+        raise ExceptionGroup("many", [KeyError("planted")])
+
+    monkeypatch.setattr(record, "list_labs", broken)
+    assert cli.main(["ls"]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert "internal error, KeyError" in line
+    assert "planted" in line
+    monkeypatch.setenv("SIDECARLAB_TRACEBACK", "1")
+    with pytest.raises(ExceptionGroup):
+        cli.main(["ls"])
