@@ -370,11 +370,16 @@ def _originate(
         return
     skip = bool(written.get("insecureSkipVerify"))
     own_sni = str(written.get("sni") or "")
-    upstream = options.message.upstream_http_protocol_options
-    if not own_sni:
-        upstream.auto_sni = True
-        if not sans and not skip:
-            upstream.auto_san_validation = True
+    dynamic = cluster.HasField("cluster_type")
+    checks_name = (dynamic or (not own_sni and not sans)) and not skip
+    if not own_sni or checks_name:
+        upstream = options.message.upstream_http_protocol_options
+        upstream.auto_sni = not own_sni
+        upstream.auto_san_validation = checks_name
+    if dynamic and (own_sni or not checks_name):
+        config = dynamic_cluster_pb2.ClusterConfig.FromString(cluster.cluster_type.typed_config.value)
+        config.allow_insecure_cluster_options = True
+        cluster.cluster_type.typed_config.CopyFrom(protoconv.to_any(config))
     if service.registry == "External" and not sans:
         sans = service.subject_alt_names
     cluster.transport_socket.CopyFrom(
@@ -496,7 +501,7 @@ def _dns(proxy: Proxy, cluster: Any, service: Service, port: Port, subset: str, 
 
 
 def _dynamic_dns(proxy: Proxy, cluster: Any, service: Service) -> None:
-    config = dynamic_cluster_pb2.ClusterConfig(allow_insecure_cluster_options=True)
+    config = dynamic_cluster_pb2.ClusterConfig()
     config.dns_cache_config.name = filters.dns_cache_name(service.host)
     config.dns_cache_config.dns_lookup_family = filters.lookup_family(proxy)
     cluster.cluster_type.name = "envoy.clusters.dynamic_forward_proxy"

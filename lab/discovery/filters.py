@@ -127,8 +127,8 @@ def protocol_stack(protocol: str, stat_prefix: str, terminal: Any) -> list[Any]:
 
 
 def dns_cache_name(host: str) -> str:
-    """Istio's name of the shared DNS cache of a wildcard host (pilot/pkg/model/cluster_local.go: BuildDNSCacheName)."""
-    return f"{host.replace('*', 'wildcard')}-dfp-dns-cache"
+    """Istio's name of the shared DNS cache of a wildcard host (pilot/pkg/model/service.go: BuildDNSCacheName)."""
+    return f"{host}_dfp_dns_cache"
 
 
 def lookup_family(proxy: Proxy) -> str:

@@ -39,3 +39,21 @@ def resolve_short(name: str, namespace: str, suffix: str) -> str:
     if "." in name or is_wildcard(name):
         return name
     return f"{name}.{namespace}.svc.{suffix}"
+
+
+def alternatives(host: str, proxy_domain: str) -> list[str]:
+    """Other names by which a client in ``proxy_domain`` (``NS.svc.SUFFIX``) may call a host.
+
+    The absolute form with a trailing dot, and of a Service shorter ones; the bare name only from its own namespace
+    (istio/istio: pilot/pkg/networking/core/httproute.go: GenerateAltVirtualHosts).
+    """
+    absolute = [f"{host}."]
+    namespace, _, rest = proxy_domain.partition(".")
+    if not rest or not host.endswith("." + rest):
+        return absolute
+    unique = host.removesuffix("." + rest)  # name.namespace
+    zone = rest.split(".")[0]  # svc
+    name, _, owner = unique.partition(".")
+    if owner == namespace:
+        return [*absolute, name, f"{unique}.{zone}", unique]
+    return [*absolute, unique, f"{unique}.{zone}"]

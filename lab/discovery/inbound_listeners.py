@@ -117,9 +117,9 @@ def chain_configs(proxy: Proxy) -> list[ChainConfig]:
                 ingress.port,
                 Port(ingress.port, ingress.name, ingress.protocol),
                 inbound_cluster(ingress.port),
-                ingress.bind
-                or (proxy.node.ips[0] if real and proxy.node.interception_mode == "NONE" else wildcards[0]),
-                () if ingress.bind else wildcards[1:],
+                # without a bind the chain is of the pod's own address (listener_address.go: getSidecarInboundBindIPs)
+                ingress.bind or proxy.node.ips[0],
+                (),
                 f"{proxy.scope.sidecar.meta.name}.{proxy.scope.namespace}" if proxy.scope.sidecar else "",
                 bind_to_port=real,
             ),

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from envoy.config.listener.v3 import listener_components_pb2, listener_pb2
 
 from lab.discovery import access_log, destinations, filters, protoconv, virtual_service
+from lab.discovery import host as hosts
 from lab.discovery.durations import parse_go_duration
 from lab.discovery.protoconv import BLACK_HOLE_CLUSTER, PASSTHROUGH_CLUSTER
 from lab.discovery.proxy import Proxy
@@ -88,7 +89,8 @@ class Binding:
 
 
 def listener_name(bind: str, port: int) -> str:
-    return bind if bind.startswith("unix://") or port == 0 else f"{bind}_{port}"
+    """Istio's name of a listener; that of a socket ends in ``_0`` (pilot/pkg/networking/core/gateway.go: getListenerName)."""
+    return f"{bind}_{port}"
 
 
 def catch_all_cluster(proxy: Proxy) -> str:
@@ -219,7 +221,8 @@ def _tls_chains(
     sni = ()
     # without an address of its own, the name in the ClientHello is all that tells services apart
     if cidrs or (unspecified and bind == wildcard) or dynamic:
-        sni = (service.host, *(name for host, _ in service.aliases for name in (host,)))
+        aliases = [a for host, _ in service.aliases for a in (host, *hosts.alternatives(host, proxy.node.domain))]
+        sni = (service.host, *aliases)
     number = _service_port(service, port)
     cluster = protoconv.cluster_name("outbound", number, "", service.host)
     chain_filters = _tcp_filters(proxy, port, cluster, service.host, dynamic_host=service.host if dynamic else "")

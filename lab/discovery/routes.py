@@ -25,40 +25,20 @@ HTTP_PROXY_ROUTE = "http_proxy"
 # --- domains ------------------------------------------------------------------------------------
 
 
-def short_forms(host: str, proxy_domain: str) -> list[str]:
-    """Shorter names of a Service's host that a client in ``proxy_domain`` (``NS.svc.SUFFIX``) may use.
-
-    The bare name only from its own namespace (istio/istio: pilot/pkg/networking/core/httproute.go:
-    GenerateAltVirtualHosts).
-    """
-    namespace, _, rest = proxy_domain.partition(".")
-    if not rest or not host.endswith("." + rest):
-        return []
-    unique = host.removesuffix("." + rest)  # name.namespace
-    zone = rest.split(".")[0]  # svc
-    name, _, owner = unique.partition(".")
-    if owner == namespace:
-        return [name, f"{unique}.{zone}", unique]
-    return [unique, f"{unique}.{zone}"]
-
-
 def _bracket(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-def domains_of(service: Service, proxy: Proxy, names: Sequence[str] = ()) -> list[str]:
-    """Domains of a service's virtual host, without ports, in Istio's order."""
+def domains_of(service: Service, proxy: Proxy) -> list[str]:
+    """Domains of a service's virtual host, without ports, in Istio's order: names and aliases, wildcards, addresses."""
     out: list[str] = []
-    for host in names or (service.host, *(host for host, _ in service.aliases)):
+    for host in (service.host, *(host for host, _ in service.aliases)):
         if host != "*":
-            own = [host, f"{host}."]
-            own += short_forms(host, proxy.node.domain)
-            if host == service.host:
-                own += [_bracket(a) for a in service.vips(proxy.node) if "/" not in a]
-                if service.headless:
-                    # a pod of a headless service is asked for as <pod>.<service>
-                    own += [f"*.{d}" for d in own]
-            out.extend(own)
+            out += [host, *hosts.alternatives(host, proxy.node.domain)]
+    if service.headless:
+        # a pod of a headless service is asked for as <pod>.<service>
+        out += [f"*.{d}" for d in out]
+    out += [_bracket(a) for a in service.vips(proxy.node) if "/" not in a]
     return list(dict.fromkeys(out))
 
 
