@@ -126,7 +126,9 @@ def translate(
     if entry is not None:
         end = (entry.reply.src, entry.reply.sport)
         here = entry.reply.src in addresses or _is_loopback(entry.reply.src)
-        captured = here and end != (flow.dst, flow.dport)
+        # Docker's resolver listens on another port of its own 127.0.0.11: that is Docker's translation, no capture.
+        served = entry.reply.src == flow.dst and _is_loopback(flow.dst)
+        captured = here and not served and end != (flow.dst, flow.dport)
         port = entry.reply.sport if captured else None
     elif packet is not None and "conntrack" not in sighting.missing:
         captured = False

@@ -111,18 +111,7 @@ class Judge:
                 return
             if packet is None:
                 return
-            flow = _flow_of(packet)
-            if flow is None:
-                continue
-            when = float(packet.time)
-            token = None
-            if flow.proto == "udp" and flow.dport == fence.DISCARD:
-                token = fence.token_of(bytes(packet[packets.UDP].payload))
-            if token is not None:
-                link.add_fence(token, when)
-            else:
-                segment = packet.getlayer(packets.TCP)
-                link.add(flow, tap.outgoing, when, str(segment.flags) if segment is not None else "")
+            note(link, packet, tap.outgoing)
 
     def _answer_waiting(self) -> None:
         now = time.monotonic()
@@ -147,6 +136,22 @@ def main(control: socket.socket) -> int:
         return Judge(control).run()
     except BrokenPipeError:
         return 0
+
+
+def note(link: Link, packet: Any, outgoing: bool) -> None:
+    """Enters a sniffed packet of scapy; ``outgoing``: from the router to the place."""
+    flow = _flow_of(packet)
+    if flow is None:
+        return
+    when = float(packet.time)
+    token = None
+    if flow.proto == "udp" and flow.dport == fence.DISCARD:
+        token = fence.token_of(bytes(packet[packets.UDP].payload))
+    if token is not None:
+        link.add_fence(token, when)
+    else:
+        segment = packet.getlayer(packets.TCP)
+        link.add(flow, outgoing, when, str(segment.flags) if segment is not None else "")
 
 
 def _flow_of(packet: Any) -> Flow | None:

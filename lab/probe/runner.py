@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 _AT_ONCE = 8
 _FENCE = 2.0  # seconds until a fence counts as lost
-_LINE = 2.0  # seconds until Envoy's line counts as missing; it is written within a millisecond of the end of a flow
+_LINE = (0.5, 2.0)  # seconds until Envoy's line counts as missing; it is written within a millisecond of a flow's end
 
 _NEEDS = {"trace": ("rule",), "legacy": ("rule",), "conntrack": ("captured", "redirected_to", "zone", "answered_by")}
 """Kinds of kernel evidence, and the last parts of the keys that come from them alone."""
@@ -73,6 +73,17 @@ async def run(
 ) -> list[Verdict]:
     """`run_tests` for callers with an event loop."""
     ground = await open_ground(name, mesh, [t.flow_from for t in tests], launched)
+    return await run_on(ground, tests, on_verdict=on_verdict, at_once=at_once)
+
+
+async def run_on(
+    ground: Ground,
+    tests: Sequence[TrafficTest],
+    *,
+    on_verdict: Callable[[Verdict], None] | None = None,
+    at_once: int = _AT_ONCE,
+) -> list[Verdict]:
+    """Runs tests on an opened ground, and closes it. Arguments and errors as of `run_tests`."""
     places = asyncio.Semaphore(at_once)
     alone: defaultdict[tuple[object, str], asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -144,7 +155,7 @@ async def gather(ground: Ground, test: TrafficTest) -> Facts:
 
 async def _gather(ground: Ground, test: TrafficTest, source: Where, flight: Flight) -> Facts:
     pod = source.place if source.place in ground.observed else None
-    marks = _marks(ground)
+    marks = ground.marks()
     since = time.time()
     sent = await ground.crew.send(source, Order.of(test))
     fence = _fence(sent)
@@ -156,13 +167,13 @@ async def _gather(ground: Ground, test: TrafficTest, source: Where, flight: Flig
         await ground.crew.fence_seen(source.place, fence[1], _FENCE)
     outbound = await _sighting(ground, pod, flow, fence)
     dns = outbound if same else await _sighting(ground, pod, query, fence)
-    forwarded = await _forwarded(ground, pod, sent, query, marks)
+    forwarded = await _forwarded(ground, pod, sent, query, since)
     addresses = ground.addresses(source.place)
     out = join.translate(outbound, flow, Listing(), addresses, "output") if flow else None
     captured = bool(out and out.captured)
     line = None
     # The kernel resets what answers a crafted SYN, so Envoy never sees a connection and has nothing to write.
-    patience = 0.0 if test.to.crafted else _LINE
+    patience = 0.0 if test.to.crafted else min(max(test.timeout, _LINE[0]), _LINE[1])
     if pod and flow and out and captured and not same:
         line = await _line(ground, pod, flow, out.entry, marks, patience)
     further = None if same or flow is None else join.onward(line, flow, captured)
@@ -177,7 +188,7 @@ async def _gather(ground: Ground, test: TrafficTest, source: Where, flight: Flig
         test=test,
         sent=sent,
         addresses=addresses,
-        cluster_dns=ground.mesh.fabric.dns,
+        cluster_dns=ground.resolver,
         place=source.place,
         observed=pod is not None,
         dns=dns,
@@ -190,16 +201,6 @@ async def _gather(ground: Ground, test: TrafficTest, source: Where, flight: Flig
         wire=wire,
         wire_at=ground.routers.get(source.place, paths.NODE),
     )
-
-
-def _marks(ground: Ground) -> dict[Path, int]:
-    """Where every file that may tell of the flow ends now."""
-    files = [ground.evidence_file(p.name) for p in ground.mesh.pods if p.injected]
-    marks: dict[Path, int] = {}
-    for path in [*files, ground.dns_log()]:
-        if path.parent.is_dir():
-            marks[path] = ground.journal.mark(path)
-    return marks
 
 
 def _fence(sent: Sent) -> tuple[Flow, str] | None:
@@ -220,27 +221,14 @@ async def _sighting(
 
 
 async def _forwarded(
-    ground: Ground, pod: str | None, sent: Sent, query: Flow | None, marks: dict[Path, int]
+    ground: Ground, pod: str | None, sent: Sent, query: Flow | None, since: float
 ) -> tuple[Flow, Sighting] | None:
-    """The agent's own question for the last of the app's, from cluster DNS's log and the pod's conntrack."""
-    log = ground.dns_log()
-    if pod is None or query is None or log not in marks:
+    """The agent's own question for the last of the app's, and what the pod's kernel said of it."""
+    if pod is None or query is None:
         return None
-    asked = sent.queries[-1]
-    name = asked.name.rstrip(".").lower()
-    addresses = ground.addresses(pod)
-
-    def is_it(line: Line) -> bool:
-        same = str(line.get("name", "")).rstrip(".").lower() == name and line.get("type") == asked.type
-        return same and line.get("src") in addresses and line.get("sport") != query.sport
-
-    # Cluster DNS logs a question before it answers it, so nothing need be waited for.
-    line = await ground.journal.find(log, is_it, marks[log], 0.0)
-    if line is None:
-        return None
-    flow = Flow(str(line.get("transport", "udp")), str(line["src"]), int(line["sport"]), ground.mesh.fabric.dns, 53)
+    flow = await ground.forwarded(pod, sent.queries[-1], query, since)
     sighting = await _sighting(ground, pod, flow, None)
-    return (flow, sighting) if sighting else None
+    return (flow, sighting) if flow and sighting else None
 
 
 async def _line(

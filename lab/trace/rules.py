@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -238,18 +238,38 @@ def take(netns: str | Path, what: Iterable[tuple[str, str]]) -> Listing:
     Raises:
         ObservationError: a listing program is missing or fails.
     """
+    with inside(netns):
+        return parse(dump(what))
+
+
+def dump(what: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """What `take` lists, of the current namespace, as text: ``BACKEND FAMILY`` (iptables) or ``nft`` to a program's output.
+
+    Raises:
+        ObservationError: a listing program is missing or fails.
+    """
     pairs = set(what)
+    texts = {
+        f"{backend} {family}": _run([f"{family}tables-{backend}-save"])
+        for backend, family in sorted(pairs)
+        if backend != "native-nft"
+    }
+    if any(backend != "legacy" for backend, _ in pairs):
+        texts["nft"] = _run(["nft", "--handle", "list", "ruleset"])
+    return texts
+
+
+def parse(texts: Mapping[str, str]) -> Listing:
+    """What `dump` gave."""
     iptables: dict[tuple[str, str, str], IptablesTable] = {}
     nft: dict[tuple[str, str, str], NftChain] = {}
-    with inside(netns):
-        for backend, family in sorted(pairs):
-            if backend == "native-nft":
-                continue
-            tool = f"{family}tables-{backend}-save"
-            for table, content in parse_iptables_save(_run([tool])).items():
-                iptables[(backend, _FAMILY[family], table)] = content
-        if any(backend != "legacy" for backend, _ in pairs):
-            nft = parse_nft_listing(_run(["nft", "--handle", "list", "ruleset"]))
+    for key, text in texts.items():
+        if key == "nft":
+            nft = parse_nft_listing(text)
+            continue
+        backend, family = key.split()
+        for table, content in parse_iptables_save(text).items():
+            iptables[(backend, _FAMILY[family], table)] = content
     return Listing(iptables, nft)
 
 
