@@ -155,7 +155,10 @@ class To:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One flow. ``passed`` is None if it was not judged; then ``skipped`` says what could not be observed."""
+    """One flow. ``passed`` is None if it was not judged; then ``skipped`` says what could not be observed.
+
+    ``undecided`` names what a prediction would have to know and does not; keys that depend on it are None.
+    """
 
     test: str
     proof: Proof
@@ -176,6 +179,7 @@ class Verdict:
     differences: tuple[str, ...] = ()
     skipped: str | None = None
     seconds: float = 0.0
+    undecided: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The contract's JSON object."""
@@ -184,6 +188,7 @@ class Verdict:
         data["pass"] = data.pop("passed")
         ordered = ["test", "proof", "from", "to", "source_port", "dns", "outbound", "envoy", "inbound", "tls", "wire"]
         ordered += ["outcome", "far_side", "evidence", "expected", "pass", "differences", "skipped", "seconds"]
+        ordered.append("undecided")
         return {key: _plain(data[key]) for key in ordered}
 
 

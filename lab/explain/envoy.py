@@ -39,7 +39,8 @@ class Decision:
 
     ``http`` is True where a connection manager reads it. Exactly one of these goes on: ``upstream`` (with endpoints, or
     without any healthy one), ``answer`` (an HTTP status that Envoy itself gives), ``closed`` (the connection ends). ``flags`` and
-    ``details`` are Envoy's, as they are when nothing goes wrong further on. ``tls``: the connection's TLS ended here.
+    ``details`` are Envoy's, as they are when nothing goes wrong further on. ``tls``: the connection's TLS ended here. ``source``
+    and ``mark`` are the address and packet mark of the connection onward where a listener filter keeps the client's.
     """
 
     listener: str | None = None
@@ -65,6 +66,8 @@ class Decision:
     doubts: tuple[str, ...] = ()
     passed: tuple[Passed, ...] = ()
     detected: str = ""
+    source: str = ""
+    mark: int = 0
 
     @property
     def speech(self) -> Speech:
@@ -72,6 +75,11 @@ class Decision:
         if not self.http:
             return "opaque"
         return "h2" if self.upstream and self.upstream.protocol == "h2" else "http1"
+
+
+def listens(config: Config, connection: Connection) -> bool:
+    """Whether a listener takes connections to ``connection.port``."""
+    return listeners.find(config, connection) is not None
 
 
 def decide(config: Config, connection: Connection, lookup: Resolve | None = None) -> tuple[Decision, ...]:
@@ -83,8 +91,14 @@ def decide(config: Config, connection: Connection, lookup: Resolve | None = None
     detected = (
         f"{chosen.detected.transport}{' ' + ','.join(chosen.detected.protocols) if chosen.detected.protocols else ''}"
     )
+    source, mark = _original_source(listener, connection)
     base = Decision(
-        listener=str(listener.get("name", "")), doubts=chosen.doubts, passed=chosen.passed, detected=detected
+        source=source,
+        mark=mark,
+        listener=str(listener.get("name", "")),
+        doubts=chosen.doubts,
+        passed=chosen.passed,
+        detected=detected,
     )
     if chosen.chain is None:
         return (replace(base, closed=True, flags="NR", details="filter_chain_not_found"),)
@@ -102,6 +116,14 @@ def decide(config: Config, connection: Connection, lookup: Resolve | None = None
         base = replace(base, tls=True, client_certificate=wants)
         connection = replace(connection, tls=None)
     return tuple(_filters(config, base, chain, connection, lookup))
+
+
+def _original_source(listener: Json, connection: Connection) -> tuple[str, int]:
+    """The listener filter original_src makes connections onward come from the client's address, with a mark."""
+    for filter_ in listener.get("listener_filters", ()):
+        if type_of(filter_) == "OriginalSrc":
+            return connection.src, int(config_of(filter_).get("mark", 0))
+    return "", 0
 
 
 def _downstream_tls(chain: Json) -> Json | None:
@@ -172,7 +194,7 @@ def _http(
     doubts = list(base.doubts)
     alpn: tuple[str, ...] = ()
     for filter_ in manager.get("http_filters", ()):
-        name = str(filter_.get("name", "")).rpartition(".")[2]
+        name = str(filter_.get("name", "")).removeprefix("envoy.filters.http.").removeprefix("istio.").partition(".")[0]
         if filter_.get("disabled"):
             continue
         if name == "fault":
@@ -232,7 +254,7 @@ def _routed(
         return replace(now, answer=routed.status, flags=flags, details="fault_filter_abort")
     if routed.status is not None:
         if routed.missing:
-            return replace(now, answer=404, virtual_host=None, flags="NR", details="route_not_found")
+            return replace(now, answer=404, flags="NR", details="route_not_found")
         return replace(now, answer=routed.status, details="direct_response")
     assert routed.cluster is not None
     upstream = upstreams.resolve(config, routed.cluster, connection, lookup)

@@ -1,0 +1,146 @@
+"""What a journey needs to know of the places that it passes; whoever composes a prediction provides it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from lab.explain.flow import ClientTls, Request, Speech
+from lab.explain.packet import Host, Packet
+from lab.explain.ruleset import RuleSet
+from lab.explain.upstream import Resolve
+from lab.explain.walk import Fate
+from lab.explain.xds import Config
+
+Speaks = Literal["http", "https", "tls", "tcp", "grpc", "auto", "udp", "dns", "status", "admin", "unknown"]
+"""What a program answers to: see `serve`. ``status`` and ``admin`` are the agent's and Envoy's own HTTP servers."""
+
+Result = Literal["ok", "closed", "refused", "timeout", "no-answer", "unreachable", "tls-refused", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A network namespace: a pod, an external host, or the one that a dump is from.
+
+    ``listening`` is what programs other than Envoy listen on, by (protocol number, port); None: nobody knows.
+    ``loopback_only`` are those of them that take connections to loopback addresses alone.
+    ``identity`` is the URI of the certificate that its proxy presents. ``meshed``: it has a proxy.
+    """
+
+    name: str
+    host: Host
+    rules: RuleSet = field(default_factory=RuleSet)
+    addresses: tuple[str, ...] = ()
+    listening: Mapping[tuple[int, int], Speaks] | None = None
+    loopback_only: frozenset[int] = frozenset()
+    identity: str = ""
+    meshed: bool = False
+    proxy_uid: int = 1337
+
+
+@dataclass(frozen=True, slots=True)
+class Transit:
+    """What became of a packet between two places: it came to ``reached`` as ``packet``, or it did not (``result``)."""
+
+    reached: str | None
+    packet: Packet
+    result: Result | None = None
+    fate: Fate | None = None
+    chance: float = 1.0
+    why: str = ""
+
+
+class World(Protocol):
+    """Everything around one flow."""
+
+    def place(self, name: str) -> Place: ...
+
+    def envoy(self, name: str) -> Config | None:
+        """The configuration of a place's proxy; None without one, or if it is not known."""
+        ...
+
+    def transit(self, packet: Packet, source: str) -> tuple[Transit, ...]:
+        """Carries a packet that left ``source`` to where it arrives."""
+        ...
+
+    def lookup(self, place: str) -> Resolve:
+        """How a place's proxy resolves names (not through its own capture)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What a client sends. ``inner`` is a TLS client inside of TLS."""
+
+    speech: Speech = "http1"
+    tls: ClientTls | None = None
+    request: Request | None = None
+    inner: ClientTls | None = None
+
+    @property
+    def first_bytes(self) -> Speech:
+        return "tls" if self.tls is not None else self.speech
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a program made of a payload. ``told``: it answered with the report that names its peer."""
+
+    result: Result
+    status: int | None = None
+    told: bool = False
+    delay: float = 0.0
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+
+def serve(speaks: Speaks, payload: Payload) -> Served:
+    """How the echo app, or one of the agent's servers, answers.
+
+    Plain text to a TLS port, TLS to a plain one and HTTP/2 to an HTTP/1 port end without what the client could read.
+    """
+    if speaks == "unknown":
+        return Served("unknown")
+    first, request = payload.first_bytes, payload.request
+    if speaks in ("https", "tls"):
+        if payload.tls is None:
+            return Served("closed")
+        if speaks == "tls":
+            return Served("ok", told=True)
+        return _http(Payload(payload.speech, payload.inner, request))
+    if first == "tls":
+        return Served("closed")
+    if speaks == "auto":
+        speaks = "http" if first == "http1" else "tcp"
+    if speaks == "tcp":
+        return Served("ok", told=True)
+    if speaks == "grpc":
+        return Served("ok", 200, told=True) if first == "h2" else Served("closed")
+    if speaks in ("status", "admin"):
+        if first != "http1" or request is None:
+            return Served("ok", 400) if first == "opaque" else Served("closed")
+        known = (
+            ("/healthz/ready", "/stats/prometheus", "/metrics")
+            if speaks == "status"
+            else ("/stats/prometheus", "/ready")
+        )
+        return Served("ok", 200 if request.path.partition("?")[0] in known else 404)
+    return _http(payload)
+
+
+def _http(payload: Payload) -> Served:
+    """The echo app's HTTP port (lab.apps.web): ``/status/CODE``, ``/delay/SECONDS``, ``/close``, ``/reset``."""
+    if payload.first_bytes == "opaque":
+        return Served("ok", 400)  # what is no HTTP is told so, in plain HTTP
+    if payload.first_bytes != "http1" or payload.request is None:
+        return Served("closed")
+    path = payload.request.path.partition("?")[0].rstrip("/")
+    if path in ("/close", "/reset"):
+        return Served("closed")
+    head, _, rest = path[1:].partition("/")
+    if head == "status" and len(rest) == 3 and rest.isdigit():
+        status = int(rest)
+        return Served("ok", status, told=status >= 200 and status not in (204, 304))
+    if head == "delay" and rest.replace(".", "", 1).isdigit():
+        return Served("ok", 200, told=True, delay=min(float(rest), 60.0))
+    return Served("ok", 200, told=True)
