@@ -276,7 +276,7 @@ def ask(name: str, question: Mapping[str, object], timeout: float = 10.0) -> Inf
         why = "it is not ready yet" if isinstance(e, FileNotFoundError) else str(e)
         raise LabError(f'lab "{name}" does not answer', str(path), why) from None
     if "error" in answer:
-        from lab.supervisor import error_from_json
+        from lab.runtime.lines import error_from_json
 
         raise error_from_json(answer["error"])
     return answer
@@ -336,7 +336,7 @@ def _let_go(process: subprocess.Popen[bytes]) -> None:
 
 def _error_of(message: Mapping[str, Any], name: str) -> LabError:
     if "error" in message:
-        from lab.supervisor import error_from_json
+        from lab.runtime.lines import error_from_json
 
         return error_from_json(message["error"])
     return LabError(

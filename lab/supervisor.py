@@ -28,15 +28,17 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
-from lab.errors import InputError, LabError, ObservationError
+from lab.errors import InputError, LabError
 from lab.fabric import paths, record
 from lab.fabric.record import Record
 from lab.manifests import stored
 from lab.manifests.model import ExternalHost, Mesh, Pod
 from lab.runtime import backend, enter, files, mounts, workload
 from lab.runtime.client import Ended, Place, PlaceSpec, Process, Zygote
+from lab.runtime.lines import ask, error_to_json
+from lab.runtime.logs import Log, last_error
 from lab.runtime.spawn import ProcessSpec
 
 T = TypeVar("T")
@@ -83,7 +85,7 @@ class Supervisor:
         self._mesh = mesh
         self._lab = known.name
         self._record = known
-        self._log = _Log(files.log(known.name, "lab"), sys.stderr if not options.detach else None)
+        self._log = Log(files.log(known.name, "lab"), sys.stderr if not options.detach else None)
         self._backend = options.backend
         self._pods = {pod.name: Running(pod.name, pod) for pod in self._mesh.pods}
         self._hosts = {name: Running(name) for name in map(_place_of, self._mesh.external_hosts)}
@@ -126,7 +128,7 @@ class Supervisor:
             services.cancel()
         await self._tell_nacks()
         self._zygote.gone.add_done_callback(lambda _: self._zygote_ended())
-        self._log.write("ready", pods=len(self._pods), iptables=self._backend, seconds=f"{self._seconds():.2f}")
+        self._log.write("ready", True, pods=len(self._pods), iptables=self._backend, seconds=f"{self._seconds():.2f}")
         await self._listen()
 
     async def _start_services(self, node: Place) -> None:
@@ -478,7 +480,7 @@ class Supervisor:
             await asyncio.wait([self._fabric])  # a thread cannot be interrupted, and would make things again
             self._fabric.exception()
         await self._zygote.stop()
-        self._log.write("down", seconds=f"{self._seconds():.2f}")
+        self._log.write("down", True, seconds=f"{self._seconds():.2f}")
         self._log.close()
         self._record.close()
         record.down(self._lab)
@@ -488,38 +490,10 @@ class Supervisor:
             await asyncio.wait(self._answers, timeout=1.0)
 
     def _phase(self, what: str) -> None:
-        self._log.write("phase", ready=what, seconds=f"{self._seconds():.3f}")
+        self._log.write("phase", True, ready=what, seconds=f"{self._seconds():.3f}")
 
     def _seconds(self) -> float:
         return time.monotonic() - self._started
-
-
-class _Log:
-    """Structured lines: ``TIME EVENT key=value ...``, to the lab's log and, while attached, to a stream."""
-
-    def __init__(self, path: Path, stream: TextIO | None) -> None:
-        path.parent.mkdir(exist_ok=True)
-        self._file = path.open("a", buffering=1)
-        self.stream = stream
-
-    def write(self, event: str, **fields: object) -> None:
-        values = " ".join(f"{key}={_quoted(value)}" for key, value in fields.items())
-        line = f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {event} {values}\n"
-        with suppress(OSError, ValueError):  # a full disk, a closed terminal
-            self._file.write(line)
-        if self.stream is not None and event not in ("phase", "ready", "down"):
-            with suppress(OSError, ValueError):
-                self.stream.write(f"lab: {event} {values}\n")
-                self.stream.flush()
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self._file.close()
-
-
-def _quoted(value: object) -> str:
-    text = str(value)
-    return text if text and not set(text) & set(' ="\n') else json.dumps(text)
 
 
 # --- small things -----------------------------------------------------------------------------
@@ -581,50 +555,6 @@ def _command(pid: str) -> str:
 def _why(log: Path, code: int) -> str:
     last = last_error(log)
     return f"it ended with {code}: {last}" if last else f"it ended with {code} and without a word"
-
-
-def last_error(log: Path) -> str:
-    """The last line of a log that speaks of an error, else its last line, else nothing; at most 500 characters."""
-    try:
-        with log.open("rb") as f:
-            f.seek(max(0, f.seek(0, os.SEEK_END) - 65536))
-            lines = [line.strip() for line in f.read().decode(errors="replace").splitlines() if line.strip()]
-    except OSError:
-        return ""
-    bad = [line for line in lines if any(word in line.lower() for word in ("error", "critical", "fatal", "fail"))]
-    return (bad or lines or [""])[-1][:500]
-
-
-async def ask(path: Path, question: Mapping[str, object], timeout: float = 10.0) -> dict[str, Any]:
-    """One question on a JSON-lines socket of the lab, and its answer.
-
-    Raises:
-        LabError: nobody answers.
-    """
-    try:
-        async with asyncio.timeout(timeout):
-            reader, writer = await asyncio.open_unix_connection(str(path), limit=1 << 26)
-            try:
-                writer.write(json.dumps(question).encode() + b"\n")
-                answer: dict[str, Any] = json.loads(await reader.readline())
-                return answer
-            finally:
-                writer.close()
-    except (OSError, TimeoutError, ValueError) as e:
-        raise LabError("no answer", str(path), str(e) or type(e).__name__) from None
-
-
-def error_to_json(error: LabError) -> dict[str, str]:
-    """An error for a message; `error_from_json` makes it one again."""
-    kind = type(error).__name__
-    return {"kind": kind, "what": error.what, "where": error.where, "why": error.why, "next_step": error.next_step}
-
-
-def error_from_json(data: Mapping[str, str]) -> LabError:
-    """The error that `error_to_json` was given."""
-    kinds: dict[str, type[LabError]] = {"InputError": InputError, "ObservationError": ObservationError}
-    kind = kinds.get(data["kind"], LabError)
-    return kind(data["what"], data["where"], data["why"], data["next_step"])
 
 
 # --- the process ------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from lab.runtime import channel
 from lab.runtime.client import clean_environ, host_pid
 from lab.runtime.identity import APP, INIT, PROXY, ROOT, Identity, of_uid
 from lab.runtime.keeper import code_of
+from lab.runtime.lines import error_from_json, error_to_json
 from lab.runtime.mounts import View
 from lab.runtime.spawn import ProcessSpec
-from lab.supervisor import error_from_json, error_to_json
 
 
 @pytest.mark.parametrize("identity", [ROOT, INIT, PROXY, APP, Identity(5, 6, frozenset({"NET_RAW"}))])
