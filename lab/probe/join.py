@@ -130,6 +130,8 @@ def translate(
         served = entry.reply.src == flow.dst and _is_loopback(flow.dst)
         captured = here and not served and end != (flow.dst, flow.dport)
         port = entry.reply.sport if captured else None
+        if captured and rule is not None and rule.position is None:
+            rule = None  # an older entry with the same ports decided: no rule was asked
     elif packet is not None and "conntrack" not in sighting.missing:
         captured = False
     if not captured and rule is not None and (match := _ON_PORT.search(rule.text)):  # TPROXY translates nothing

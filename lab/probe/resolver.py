@@ -19,7 +19,7 @@ from typing import Any
 from lab.probe import packets
 from lab.probe.orders import Query
 
-_TYPES = {"A": 1, "CNAME": 5, "PTR": 12, "MX": 15, "TXT": 16, "AAAA": 28, "SRV": 33}
+TYPES = {"A": 1, "CNAME": 5, "PTR": 12, "MX": 15, "TXT": 16, "AAAA": 28, "SRV": 33}
 _RCODES = ("NOERROR", "FORMERR", "SERVFAIL", "NXDOMAIN", "NOTIMP", "REFUSED")
 _FIELD = {"MX": "exchange", "SRV": "target"}
 
@@ -94,7 +94,7 @@ def lookup(name: str, deadline: float) -> tuple[str | None, list[Query]]:
 def ask(name: str, kind: str, server: str, proto: str, deadline: float, port: int = 53) -> Query:
     """Sends one question and waits for its answer. Never raises: what went wrong is in the result's ``error``."""
     number = random.SystemRandom().randrange(1 << 16)
-    question = packets.DNS(id=number, rd=1, qd=packets.DNSQR(qname=name, qtype=_TYPES[kind]))
+    question = packets.DNS(id=number, rd=1, qd=packets.DNSQR(qname=name, qtype=TYPES[kind]))
     family = socket.AF_INET6 if ":" in server else socket.AF_INET
     stream = proto == "tcp"
     query = Query(name, kind, proto, server, port, "", 0)
@@ -152,7 +152,7 @@ def _received(s: socket.socket, stream: bool, deadline: float) -> Iterator[bytes
 
 def _answers(message: Any, kind: str) -> Iterator[str]:
     for record in message.an or []:
-        if record.type != _TYPES[kind]:
+        if record.type != TYPES[kind]:
             continue  # a CNAME on the way
         if kind == "TXT":
             yield b"".join(record.rdata).decode("utf-8", "replace")

@@ -237,6 +237,11 @@ def test_the_packet_that_met_nat_is_the_one_that_counts() -> None:
     assert join.first_packet([first], APP, "prerouting") is None
 
 
+def test_a_policy_does_not_capture_so_an_older_entry_must_have() -> None:
+    found = join.translate(sighting([packet(APP, "output")], CAUGHT.conntrack), APP, LISTING, {POD}, "output")
+    assert (found.captured, found.redirected_to, found.rule) == (True, 15001, None)
+
+
 def test_a_rewritten_port_still_finds_envoys_line() -> None:
     rewritten = entry(APP, ("127.0.0.1", 15001), source_port=51111)
     theirs = replace(CLIENT, downstream_remote=f"{POD}:51111")
