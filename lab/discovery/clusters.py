@@ -650,7 +650,7 @@ def _inbound(
     if data:
         cluster.metadata.CopyFrom(protoconv.metadata(istio=data))
     _connection_pool(proxy, cluster, options, pool)
-    if target is None or not (target[0] in ("127.0.0.1", "::1") or target[0].startswith("unix://")):
+    if target is None or target[0] not in ("127.0.0.1", "::1"):
         cluster.upstream_bind_config.CopyFrom(_bind_config(proxy))
     options.attach(cluster)
     return cluster
