@@ -202,6 +202,11 @@ class MeshWorld:
         self._owners = {ip: p.name for p in mesh.pods for ip in p.ips}
         self._owners |= {a: f"ext-{h.meta.name}" for h in mesh.external_hosts for a in h.addresses}
 
+    @property
+    def busy(self) -> bool:
+        """Whether a pod runs a program of its own."""
+        return any(container.command for pod in self.mesh.pods for container in pod.containers)
+
     # --- places -----------------------------------------------------------------------------
 
     def start(self, test: TrafficTest) -> str:
@@ -248,6 +253,9 @@ class MeshWorld:
         rules = self._rules_of(pod.name) if self._rules_of else None
         if rules is None:
             rules = pod_rules(self.mesh, pod, self.backend) if init_args(self.mesh, pod) else RuleSet()
+        from lab.runtime import workload
+
+        agent = workload.agent(self.mesh, pod)
         listening, hidden = self._listening(pod)
         trust = self.mesh.mesh_config.trust_domain
         return Place(
@@ -259,6 +267,8 @@ class MeshWorld:
             loopback_only=hidden,
             identity=f"spiffe://{trust}/ns/{pod.meta.namespace}/sa/{pod.service_account}" if meshed else "",
             meshed=meshed,
+            proxy_uid=agent.identity.uid if agent else PROXY_UID,
+            proxy_gid=agent.identity.gid if agent else PROXY_UID,
         )
 
     def _listening(self, pod: Pod) -> tuple[dict[tuple[int, int], Speaks], frozenset[int]]:
@@ -497,7 +507,7 @@ class MeshWorld:
                 return Question(name, kind, server, fate, port, "agent", "NOERROR", answers)
         upstream = self.nameserver()
         own = next((a for a in place.addresses if (":" in a) == (":" in upstream)), "0.0.0.0")
-        question = Packet(proto, own, upstream, 0, 53, uid=place.proxy_uid, gid=place.proxy_uid)
+        question = Packet(proto, own, upstream, 0, 53, uid=place.proxy_uid, gid=place.proxy_gid)
         onward = send(question, place.rules, place.host)[0]
         if onward.end != "left":
             return Question(name, kind, server, fate, port, "agent", "SERVFAIL", ())

@@ -40,7 +40,8 @@ class Decision:
     ``http`` is True where a connection manager reads it. Exactly one of these goes on: ``upstream`` (with endpoints, or
     without any healthy one), ``answer`` (an HTTP status that Envoy itself gives), ``closed`` (the connection ends). ``flags`` and
     ``details`` are Envoy's, as they are when nothing goes wrong further on. ``tls``: the connection's TLS ended here. ``source``
-    and ``mark`` are the address and packet mark of the connection onward where a listener filter keeps the client's.
+    and ``mark`` are the address and packet mark of the connection onward where a listener filter keeps the client's; ``wanted`` the
+    host and port that a filter took from the SNI.
     """
 
     listener: str | None = None
@@ -59,6 +60,7 @@ class Decision:
     client_certificate: bool = False
     request: Request | None = None
     retries: int = 0
+    retried: frozenset[int] = frozenset()
     timeout: float = 0.0
     delay: float = 0.0
     alpn: tuple[str, ...] = ()
@@ -68,6 +70,7 @@ class Decision:
     detected: str = ""
     source: str = ""
     mark: int = 0
+    wanted: tuple[str, int] | None = None
 
     @property
     def speech(self) -> Speech:
@@ -146,6 +149,10 @@ def _filters(
             yield from _tcp(config, replace(base, doubts=tuple(doubts)), config_of(filter_), connection, lookup)
             return
         name = str(filter_.get("name", kind)).rpartition(".")[2]
+        if name == "sni_dynamic_forward_proxy" and connection.tls is not None:
+            port = int(config_of(filter_).get("port_value", 443))
+            base = replace(base, wanted=(connection.tls.sni, port))
+            continue
         if name not in _NETWORK_WITHOUT_EFFECT:
             doubts.append(f"network filter {filter_.get('name', kind)} is not evaluated")
     yield replace(base, closed=True, doubts=(*doubts, "the filter chain ends in no filter that is known"))
@@ -164,7 +171,7 @@ def _tcp(
     if "tunneling_config" in proxy:
         doubts = (*doubts, "tunneling_config is not evaluated")
     for name, part in shares:
-        upstream = upstreams.resolve(config, name, connection, lookup)
+        upstream = upstreams.resolve(config, name, connection, lookup, base.wanted)
         now = replace(base, cluster=name, chance=base.chance * part, doubts=(*doubts, *upstream.doubts))
         if not upstream.known:
             yield replace(now, cluster=None, closed=True, flags="NC")
@@ -242,6 +249,7 @@ def _routed(
         chance=base.chance * routed.chance,
         request=routed.request or connection.request,
         retries=routed.retries,
+        retried=routed.retried,
         timeout=routed.timeout,
         delay=routed.delay,
         passed=(*base.passed, *routed.passed),
@@ -251,19 +259,29 @@ def _routed(
         return replace(now, doubts=(*now.doubts, routed.doubt))
     if routed.abort:
         flags = "DI,FI" if routed.delay else "FI"
-        return replace(now, answer=routed.status, flags=flags, details="fault_filter_abort")
+        return replace(now, cluster=routed.cluster, answer=routed.status, flags=flags, details="fault_filter_abort")
     if routed.status is not None:
         if routed.missing:
             return replace(now, answer=404, flags="NR", details="route_not_found")
         return replace(now, answer=routed.status, details="direct_response")
     assert routed.cluster is not None
-    upstream = upstreams.resolve(config, routed.cluster, connection, lookup)
+    wanted = _authority(now.request)
+    upstream = upstreams.resolve(config, routed.cluster, connection, lookup, wanted)
     now = replace(now, cluster=routed.cluster, doubts=(*now.doubts, *upstream.doubts))
     if not upstream.known:
         return replace(now, cluster=None, answer=503, flags="NC", details="cluster_not_found")
     if not upstream.endpoints and not upstream.doubts:
         return replace(now, answer=503, flags="UH", details="no_healthy_upstream")
     return replace(now, upstream=upstream, details="via_upstream")
+
+
+def _authority(request: Request | None) -> tuple[str, int] | None:
+    """The host and port that a request names."""
+    if request is None:
+        return None
+    host = routes.without_port(request.authority)
+    port = request.authority[len(host) + 1 :]
+    return host.strip("[]"), int(port) if port else 443 if request.scheme == "https" else 80
 
 
 UpstreamResult = Literal["ok", "refused", "timeout", "unreachable", "closed", "tls-refused"]
@@ -288,7 +306,8 @@ def reply(decision: Decision, result: UpstreamResult, status: int | None) -> Rep
         status: of the answer, if it was HTTP.
     """
     if result == "ok":
-        return Reply("ok", status, decision.flags, decision.details)
+        flags = "URX" if status is not None and status in decision.retried else decision.flags
+        return Reply("ok", status, flags, decision.details)
     if not decision.http:
         failed = result in ("refused", "timeout", "unreachable", "tls-refused")
         return Reply("timeout" if result == "timeout" else "closed", None, "UF,URX" if failed else "-", None)

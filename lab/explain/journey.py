@@ -87,7 +87,7 @@ def _follow(world: World, start: str, packet: Packet, payload: Payload, why: boo
     place = world.place(start)
     base = Journey(start, packet)
     if depth > DEEPEST:
-        yield replace(base, doubts=("the connection goes round in circles",))
+        yield replace(base, result="loop")
         return
     for sent in send(packet, place.rules, place.host, why=why):
         now = replace(base, sent=sent, chance=base.chance * sent.chance, doubts=sent.assumed)
@@ -223,6 +223,12 @@ def _decided(
     if decision.answer is not None or decision.closed or decision.upstream is None:
         yield _by_proxy(journey, decision, payload)
         return
+    if world.busy and decision.upstream.limits:
+        yield _overflow(journey, decision, payload)
+        limits = ", ".join(decision.upstream.limits)
+        journey = replace(
+            journey, doubts=(*journey.doubts, f"other traffic may use up cluster {decision.cluster} ({limits})")
+        )
     for endpoint in decision.upstream.endpoints:
         now = replace(journey, endpoint=endpoint, chance=journey.chance * endpoint.share)
         if endpoint.doubt:
@@ -230,12 +236,24 @@ def _decided(
         onward = _payload(decision, endpoint, payload, place)
         source = decision.source or decision.upstream.source or _source(place, endpoint.address)
         first = Packet(
-            6, source, endpoint.address, 0, endpoint.port, uid=place.proxy_uid, gid=place.proxy_uid, mark=decision.mark
+            6, source, endpoint.address, 0, endpoint.port, uid=place.proxy_uid, gid=place.proxy_gid, mark=decision.mark
         )
         for next_ in follow(world, place.name, first, onward, why=why, depth=depth + 1):
             yield _joined(world, now, decision, endpoint, next_, payload)
     if not decision.upstream.endpoints:
         yield _unknown(journey)
+
+
+def _overflow(journey: Journey, decision: Decision, payload: Payload) -> Journey:
+    """What a circuit breaker that is open makes of a flow."""
+    limits = ", ".join(decision.upstream.limits) if decision.upstream else ""
+    doubts = (*journey.doubts, f"other traffic may use up cluster {decision.cluster} ({limits})")
+    journey = replace(journey, doubts=doubts, flags="UO")
+    if not decision.http:
+        return replace(journey, result="closed")
+    grpc = payload.request is not None and payload.request.grpc
+    details = "upstream_reset_before_response_started{overflow}"
+    return replace(journey, result="ok", status=200 if grpc else 503, grpc_status=14 if grpc else None, details=details)
 
 
 def _unknown(journey: Journey) -> Journey:
@@ -310,6 +328,10 @@ def _joined(
             now = replace(now, details=refused)
     if result == "unknown":
         return replace(now, flags=None)
+    if result == "loop":
+        # It lasts until the client gives up.
+        details = "downstream_remote_disconnect" if decision.http else None
+        return replace(now, result="loop", flags="DC" if decision.http else None, details=details)
     if result == "no-answer":
         result = "timeout"
     delay = decision.delay + next_.delay

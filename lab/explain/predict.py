@@ -272,6 +272,8 @@ def _outcome(flow: Flow, journey: Journey) -> Outcome | None:
     result = journey.result
     if result == "unknown":
         return None
+    if result == "loop":
+        return Outcome("timeout", error="the proxy gets its own connection back, again and again")
     if journey.delay >= flow.timeout or result == "timeout":
         return Outcome("timeout")
     if result == "tls-refused":

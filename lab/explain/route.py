@@ -20,7 +20,8 @@ from lab.explain.xds import Json, seconds
 class Routed:
     """Where a route leads. Exactly one of ``cluster``, ``status`` (direct response or redirect) is set, or ``doubt``.
 
-    ``timeout`` and ``delay`` are in seconds, 0 is none. ``retries`` are the repeated attempts after a failed connect.
+    ``timeout`` and ``delay`` are in seconds, 0 is none. ``retries`` are the repeated attempts after a failed connect,
+    ``retried`` the statuses that are tried again.
     ``request`` is the request as it goes on. ``abort``: a fault filter answers; ``missing``: no host or route fits.
     """
 
@@ -33,6 +34,7 @@ class Routed:
     timeout: float = 0.0
     delay: float = 0.0
     retries: int = 0
+    retried: frozenset[int] = frozenset()
     request: Request | None = None
     abort: bool = False
     missing: bool = False
@@ -252,6 +254,7 @@ def _action(route: Json, request: Request, vhost: str) -> tuple[Routed, ...]:
         base,
         timeout=seconds(action.get("timeout", "15s")),
         retries=_retries(action.get("retry_policy") or {}),
+        retried=_retried(action.get("retry_policy") or {}),
         request=_onward(route.get("match", {}), action, request),
     )
     if "cluster" in action:
@@ -272,6 +275,23 @@ def _retries(policy: Json) -> int:
     if not words & {"connect-failure", "5xx", "gateway-error", "reset"}:
         return 0
     return int(policy.get("num_retries", 1))
+
+
+def _retried(policy: Json) -> frozenset[int]:
+    """The statuses after which a request is sent again (source/common/router/retry_state_impl.cc)."""
+    if not policy or int(policy.get("num_retries", 1)) < 1:
+        return frozenset()
+    words = {w.strip() for w in str(policy.get("retry_on", "")).split(",")}
+    found: set[int] = set()
+    if "5xx" in words:
+        found |= set(range(500, 600))
+    if "gateway-error" in words:
+        found |= {502, 503, 504}
+    if "retriable-4xx" in words:
+        found.add(409)
+    if "retriable-status-codes" in words:
+        found |= {int(code) for code in policy.get("retriable_status_codes", ())}
+    return frozenset(found)
 
 
 def _onward(match: Json, action: Json, request: Request) -> Request:
@@ -315,7 +335,7 @@ def _aborts(routed: Routed, config: Mapping[str, Any]) -> Iterable[Routed]:
     part = share(abort.get("percentage", {})) if abort else 0.0
     if abort and part > 0:
         status = int(abort.get("http_status", 0)) or 200
-        yield replace(routed, status=status, cluster=None, abort=True, chance=routed.chance * part)
+        yield replace(routed, status=status, abort=True, chance=routed.chance * part)
         if part >= 1.0:
             return
         routed = replace(routed, chance=routed.chance * (1 - part))

@@ -48,7 +48,8 @@ class Endpoint:
 @dataclass(frozen=True, slots=True)
 class Upstream:
     """A cluster as one flow meets it. Without endpoints there is no healthy host. ``known`` is False if no such cluster
-    exists. ``source`` is the address that connections come from, empty: the machine's choice. ``protocol`` of requests."""
+    exists. ``source`` is the address that connections come from, empty: the machine's choice. ``protocol`` of requests. ``limits``
+    are circuit breakers that somebody set: other traffic may use them up."""
 
     cluster: str
     known: bool
@@ -58,13 +59,21 @@ class Upstream:
     connect_timeout: float = 5.0
     doubts: tuple[str, ...] = ()
     kind: str = ""
+    limits: tuple[str, ...] = ()
 
 
-def resolve(config: Config, name: str, connection: Connection, lookup: Resolve | None = None) -> Upstream:
+def resolve(
+    config: Config,
+    name: str,
+    connection: Connection,
+    lookup: Resolve | None = None,
+    wanted: tuple[str, int] | None = None,
+) -> Upstream:
     """What a cluster makes of a connection.
 
     Args:
         lookup: how its DNS names are resolved; without it such endpoints are named in a doubt.
+        wanted: the host and port that the client asked for, for clusters that look it up (dynamic forward proxy).
     """
     cluster = config.clusters.get(name)
     if cluster is None:
@@ -73,7 +82,10 @@ def resolve(config: Config, name: str, connection: Connection, lookup: Resolve |
     custom = cluster.get("cluster_type", {})
     kind = str(cluster.get("type", "STATIC")) if not custom else str(custom.get("name", ""))
     endpoints: tuple[Endpoint, ...] = ()
-    if custom:
+    if kind == "envoy.clusters.dynamic_forward_proxy" and wanted is not None:
+        endpoints, more = _wanted(cluster, wanted, lookup)
+        doubts += more
+    elif custom:
         doubts.append(f"cluster {name}: type {kind} is not evaluated")
     elif kind == "ORIGINAL_DST":
         endpoints = (_original(cluster, connection),)
@@ -90,7 +102,34 @@ def resolve(config: Config, name: str, connection: Connection, lookup: Resolve |
         connect_timeout=seconds(cluster.get("connect_timeout", "5s")),
         doubts=tuple(doubts),
         kind=kind,
+        limits=_limits(cluster),
     )
+
+
+_UNLIMITED = 1 << 31
+
+
+def _limits(cluster: Json) -> tuple[str, ...]:
+    found: list[str] = []
+    for threshold in (cluster.get("circuit_breakers") or {}).get("thresholds", ()):
+        if str(threshold.get("priority", "DEFAULT")) not in ("DEFAULT", "0"):
+            continue
+        found += [
+            f"{key} {threshold[key]}"
+            for key in ("max_connections", "max_pending_requests", "max_requests")
+            if int(threshold.get(key, _UNLIMITED)) < _UNLIMITED
+        ]
+    return tuple(found)
+
+
+def _wanted(cluster: Json, wanted: tuple[str, int], lookup: Resolve | None) -> tuple[tuple[Endpoint, ...], list[str]]:
+    """The addresses of the host that the client named."""
+    host, port = wanted
+    tls, doubt = transport(cluster, {})
+    addresses = [host] if _is_address(host) else lookup(host) if lookup else None
+    if addresses is None:
+        return (), [f"cluster {cluster.get('name', '')}: the addresses of {host} are not known"]
+    return tuple(Endpoint(a, port, tls, host, 1.0, doubt) for a in addresses[:1]), []
 
 
 def _original(cluster: Json, connection: Connection) -> Endpoint:

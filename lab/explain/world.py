@@ -16,7 +16,8 @@ from lab.explain.xds import Config
 Speaks = Literal["http", "https", "tls", "tcp", "grpc", "auto", "udp", "dns", "status", "admin", "unknown"]
 """What a program answers to: see `serve`. ``status`` and ``admin`` are the agent's and Envoy's own HTTP servers."""
 
-Result = Literal["ok", "closed", "refused", "timeout", "no-answer", "unreachable", "tls-refused", "unknown"]
+Result = Literal["ok", "closed", "refused", "timeout", "no-answer", "unreachable", "tls-refused", "loop", "unknown"]
+"""How a connection ends for whoever opened it. ``loop``: a proxy gets its own connection back, again and again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Place:
     identity: str = ""
     meshed: bool = False
     proxy_uid: int = 1337
+    proxy_gid: int = 1337
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,10 @@ class Transit:
 
 
 class World(Protocol):
-    """Everything around one flow."""
+    """Everything around one flow. ``busy``: programs run whose own traffic nobody knows."""
+
+    @property
+    def busy(self) -> bool: ...
 
     def place(self, name: str) -> Place: ...
 
