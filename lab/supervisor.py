@@ -277,6 +277,7 @@ class Supervisor:
             path = directory / owned.path
             if owned.text is None:
                 path.mkdir()
+                path.chmod(0o775)  # a proxy that is root, but without capabilities, writes as a member of the group
             else:
                 path.write_text(owned.text)
             os.chown(path, owned.uid, owned.uid)

@@ -190,9 +190,13 @@ def pod_files(pod: Pod) -> tuple[Owner, ...]:
 
 
 def _proxy(mesh: Mesh, pod: Pod) -> Identity:
-    """TPROXY alone needs a capability (IP_TRANSPARENT)."""
+    """With TPROXY it is root with a capability (IP_TRANSPARENT) and the proxy's group, as Istio injects it.
+
+    The uid matters: what Envoy sends to its app under the client's address goes over lo, where init's rules let only
+    other uids pass (ISTIO_OUTPUT, ``! --uid-owner 1337 -j RETURN``) and catch the proxy's own.
+    """
     if injection.interception_mode(mesh, pod) == "TPROXY":
-        return Identity(PROXY_UID, PROXY_UID, frozenset({"NET_ADMIN"}))
+        return Identity(0, PROXY_UID, frozenset({"NET_ADMIN"}))
     return PROXY
 
 

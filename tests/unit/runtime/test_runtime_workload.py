@@ -76,14 +76,14 @@ def test_agent_is_1337_without_capabilities_in_the_pods_directory() -> None:
     assert agent.env["POD_NAME"] == "web"
 
 
-def test_tproxy_alone_gives_the_proxy_a_capability() -> None:
+def test_with_tproxy_the_proxy_is_root_with_one_capability_and_the_proxys_group() -> None:
     tproxy = MESH.replace("""note: 'a "b"'""", "sidecar.istio.io/interceptionMode: TPROXY")
     changed = load_text(tproxy, name="shop")
     found = changed.pod("web.shop")
     assert found is not None
     agent = workload.agent(changed, found)
     assert agent is not None
-    assert agent.identity == Identity(1337, 1337, frozenset({"NET_ADMIN"}))
+    assert agent.identity == Identity(0, 1337, frozenset({"NET_ADMIN"}))
 
 
 def test_pod_without_sidecar_has_neither() -> None:
