@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 import grpc
 import grpc.aio
 
+from agent.files import read_file
 from agent.metrics import Metrics
 from agent.protos import ca_pb2
 from agent.security import SecurityOptions
-from agent.upstream import read_file, read_root, server_name
+from agent.upstream import read_root, server_name
 from agent.xds_proxy import channel_options
 
 log = logging.getLogger("citadelclient")

@@ -10,8 +10,8 @@ import os
 from typing import Any
 
 from agent.errors import AgentError
+from agent.files import write_if_changed
 from agent.node import Node
-from agent.secrets import write_if_changed
 
 DEFAULT_PATH = "etc/istio/proxy/grpc-bootstrap.json"
 LISTENER_TEMPLATE = "xds.istio.io/grpc/lds/inbound/%s"

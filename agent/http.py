@@ -1,6 +1,7 @@
 """HTTP/1.1 for the status server, Envoy's admin interface, scrapes and probes: h11 on the agent's event loop.
 
-A web framework would cost more memory and start-up time than the rest of the agent's code together.
+A web framework would cost more memory and start-up time than the rest of the agent's code together; h11 itself is
+loaded with the first exchange.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import ssl
 import struct
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-import h11
+if TYPE_CHECKING:
+    import h11
 
 log = logging.getLogger("default")
 
@@ -94,6 +97,8 @@ class Server:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        import h11
+
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -106,6 +111,8 @@ class Server:
             writer.close()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        import h11
+
         connection = h11.Connection(h11.SERVER)
         peer = str(writer.get_extra_info("peername")[0])
         while True:
@@ -129,12 +136,16 @@ class Server:
 
 
 async def _event(connection: h11.Connection, reader: asyncio.StreamReader) -> object:
+    import h11
+
     while (event := connection.next_event()) is h11.NEED_DATA:
         connection.receive_data(await reader.read(READ_SIZE))
     return event
 
 
 async def _read_request(connection: h11.Connection, reader: asyncio.StreamReader, peer: str) -> Request | None:
+    import h11
+
     async with asyncio.timeout(IDLE_SECONDS):
         first = await _event(connection, reader)
         if not isinstance(first, h11.Request):
@@ -159,6 +170,8 @@ def _compressed(request: Request, response: Response) -> Response:
 
 
 def _encode(connection: h11.Connection, response: Response, method: str) -> bytes:
+    import h11
+
     headers = [*response.headers, ("Content-Length", str(len(response.body)))]
     head = h11.Response(status_code=response.status, headers=headers, reason=_REASONS.get(response.status, "").encode())
     parts = [connection.send(head)]
@@ -244,6 +257,8 @@ async def fetch(
     Raises:
         HTTPError: no whole answer.
     """
+    import h11
+
     try:
         async with asyncio.timeout(timeout):
             sock = await connect(target)
@@ -272,6 +287,8 @@ async def _exchange(
     limit: int | None,
     cut: bool,
 ) -> Response:
+    import h11
+
     connection = h11.Connection(h11.CLIENT)
     if not header(headers, "host"):
         headers.append(("Host", target.authority))

@@ -6,12 +6,10 @@ A zygote imports this once; its children share the pages and start without impor
 import cryptography.hazmat.primitives.asymmetric.ec
 import cryptography.hazmat.primitives.asymmetric.rsa
 import cryptography.x509
-import dns.message
-import dns.rdtypes.ANY.OPT
 import grpc
 import grpc.aio
-import h11
 import uvloop
+import yaml
 
 import agent.app_probe
 import agent.cli
@@ -25,4 +23,6 @@ import agent.secrets
 import agent.upstream
 import agent.xds_proxy
 
-__all__ = ["agent", "cryptography", "dns", "grpc", "h11", "uvloop"]
+agent.run.load_while_envoy_starts()
+
+__all__ = ["agent", "cryptography", "grpc", "uvloop", "yaml"]

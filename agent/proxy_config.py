@@ -10,13 +10,13 @@ pkg/config/validation/agent/validation.go.
 from __future__ import annotations
 
 import ipaddress
+import json
 import logging
 import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import yaml
 from google.protobuf import json_format
 
 from agent import paths
@@ -35,9 +35,6 @@ STATUS_PORT_ANNOTATION = "status.sidecar.istio.io/port"
 _INHERITED_HEADERS = ("forwarded_client_cert", "request_id", "attempt_count", "server", "envoy_debug_headers")
 
 _LABEL = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)")
-
-# libyaml is some ten times faster; PyYAML may have been built without it.
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def defaults() -> pb.ProxyConfig:
@@ -63,15 +60,28 @@ def parse_yaml(text: str) -> dict[str, Any]:
     Raises:
         ValueError: not YAML, or not a mapping.
     """
+    data: Any
     try:
-        data = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from None
+        # JSON is YAML; what the injector writes is JSON, and PyYAML need not be loaded for it.
+        data = json.loads(text)
+    except ValueError:
+        data = _load_yaml(text)
     if data is None:
         return {}
     if not isinstance(data, dict):
         raise ValueError(f"expected a mapping, got {type(data).__name__}")
     return data
+
+
+def _load_yaml(text: str) -> Any:
+    import yaml
+
+    # libyaml is some ten times faster; PyYAML may have been built without it.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        return yaml.load(text, Loader=loader)  # noqa: S506 - a SafeLoader
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
 
 
 def merge(base: pb.ProxyConfig, overlay: Mapping[str, Any]) -> pb.ProxyConfig:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from agent import options as agent_options
 from agent import paths
 from agent.admin import AdminClient
-from agent.app_probe import AppProber, parse_probers
+from agent.app_probe import AppProber
 from agent.bootstrap import XDS_SOCKET, build_bootstrap, lightstep_token_file
 from agent.dns.server import DNSOptions, DNSServer
 from agent.dns.table import ProxyNames
@@ -30,10 +31,12 @@ from agent.metrics import Metrics
 from agent.node import Node
 from agent.notify import notify
 from agent.options import ProxyOptions
+from agent.probe_config import parse_probers
 from agent.protos import proxy_config_pb2 as pb
 from agent.proxy_config import to_dict
 from agent.readiness import EnvoyReadiness, NotReady, Readiness
-from agent.scrape import Scraper, parse_scrape_config
+from agent.scrape import Scraper
+from agent.scrape_config import parse_scrape_config
 from agent.status import StatusServer
 
 if TYPE_CHECKING:
@@ -178,6 +181,7 @@ class Agent:
                 await self._cancelled.wait()
                 return
             bootstrap = await self._start_envoy(node)
+            load_while_envoy_starts()
             await self._proxy_agent.run(self._cancelled)
         finally:
             if self._readiness.envoy is not None:
@@ -384,6 +388,18 @@ class Agent:
         if self._dns is not None:
             await self._dns.stop()
         await self._status.stop()
+
+
+def load_while_envoy_starts() -> None:
+    """Imports what is needed only once Envoy speaks: it boots on another processor meanwhile."""
+    for module in (
+        "dns.message",
+        "dns.rdtypes.ANY.OPT",
+        "envoy.extensions.transport_sockets.tls.v3.secret_pb2",
+        "envoy.service.discovery.v3.discovery_pb2",
+        "h11",
+    ):
+        importlib.import_module(module)
 
 
 def _write_bootstrap(path: str, bootstrap: dict[str, Any], options: ProxyOptions) -> None:

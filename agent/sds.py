@@ -14,12 +14,10 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
-from envoy.extensions.transport_sockets.tls.v3 import secret_pb2
-from envoy.service.discovery.v3 import discovery_pb2
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import DecodeError
 
@@ -28,6 +26,10 @@ from agent.protos import private_key_method_pb2
 from agent.protos import proxy_config_pb2 as pb
 from agent.secrets import FILE_ROOT, ROOT, Secret, SecretError, SecretManager
 from agent.xds_proxy import StreamEnded, serve_unix
+
+if TYPE_CHECKING:
+    from envoy.extensions.transport_sockets.tls.v3 import secret_pb2
+    from envoy.service.discovery.v3 import discovery_pb2
 
 log = logging.getLogger("sds")
 
@@ -53,6 +55,8 @@ def envoy_secret(name: str, secret: Secret, crl: str, provider: pb.PrivateKeyPro
         crl: path of a revocation list; empty for none.
         provider: a private-key provider of ProxyConfig, None for plain keys.
     """
+    from envoy.extensions.transport_sockets.tls.v3 import secret_pb2
+
     message = secret_pb2.Secret(name=name)
     if is_root(name):
         message.validation_context.trusted_ca.inline_bytes = secret.root
@@ -157,6 +161,8 @@ class SDSServer:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _requests(self, client: _Client, requests: AsyncIterator[bytes], context: Any) -> None:
+        from envoy.service.discovery.v3 import discovery_pb2
+
         first = True
         async for data in requests:
             try:
@@ -180,6 +186,8 @@ class SDSServer:
         return self._crl if self._crl and os.path.exists(self._crl) else ""
 
     async def _send(self, client: _Client, names: Iterable[str], context: Any) -> None:
+        from envoy.service.discovery.v3 import discovery_pb2
+
         response = discovery_pb2.DiscoveryResponse(type_url=SECRET_TYPE)
         crl = self._existing_crl()
         for name in names:

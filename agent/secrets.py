@@ -13,7 +13,6 @@ import os
 import random
 import re
 import ssl
-import tempfile
 import time
 import warnings
 from collections.abc import Awaitable, Callable
@@ -22,9 +21,10 @@ from typing import TypeVar
 
 from agent.ca_client import CAClient, CAError
 from agent.csr import generate_csr
+from agent.files import read_file, write_if_changed
 from agent.metrics import Metrics
 from agent.security import SecurityOptions
-from agent.upstream import read_file, system_roots
+from agent.upstream import system_roots
 from agent.watch import FileWatcher
 
 log = logging.getLogger("cache")
@@ -354,28 +354,6 @@ class SecretManager:
                     write_if_changed(os.path.join(directory, name), content, self._options.output_mode)
         except OSError as error:
             log.error("error when output the resource: %s", error)
-
-
-def write_if_changed(path: str, content: bytes, mode: int) -> None:
-    """Writes a file atomically unless it already has that content.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    try:
-        if read_file(path) == content:
-            return
-    except OSError:
-        pass
-    descriptor, temporary = tempfile.mkstemp(dir=os.path.dirname(path) or ".")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(file.fileno(), mode)
-            file.write(content)
-        os.replace(temporary, path)
-    except OSError:
-        os.unlink(temporary)
-        raise
 
 
 def _has_content(path: str) -> bool:

@@ -15,6 +15,7 @@ import grpc.aio
 
 from agent import paths
 from agent.errors import AgentError
+from agent.files import read_file
 from agent.options import ProxyOptions
 from agent.protos import proxy_config_pb2 as pb
 from agent.proxy_config import split_host_port
@@ -163,13 +164,3 @@ def client_certificate(options: ProxyOptions) -> tuple[bytes | None, bytes | Non
         log.warning("no client certificate for discovery: %s", error)
         return None, None
     return key, chain
-
-
-def read_file(path: str) -> bytes:
-    """The content of a file.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    with open(path, "rb") as file:
-        return file.read()

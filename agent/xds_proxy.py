@@ -19,9 +19,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from envoy.service.discovery.v3 import discovery_pb2
 from google.protobuf.message import DecodeError
-from google.rpc import status_pb2
 
 from agent.metrics import Metrics
 
@@ -41,9 +39,6 @@ DEBUG_PREFIX = "istio.io/debug"
 INTERNAL = 13
 SLOW_SEND_SECONDS = 10.0
 
-Request = discovery_pb2.DiscoveryRequest | discovery_pb2.DeltaDiscoveryRequest
-Response = discovery_pb2.DiscoveryResponse | discovery_pb2.DeltaDiscoveryResponse
-
 
 @dataclass(frozen=True)
 class HealthEvent:
@@ -55,12 +50,26 @@ class HealthEvent:
 
 @dataclass(frozen=True)
 class Flavour:
-    """One of the two forms of ADS."""
+    """One of the two forms of ADS. The messages are loaded with the first use: while Envoy starts."""
 
     method: str
-    request: type[Any]
-    response: type[Any]
     delta: bool
+
+    @functools.cached_property
+    def request(self) -> type[Any]:
+        """The request's message type."""
+        from envoy.service.discovery.v3 import discovery_pb2
+
+        found: type[Any] = discovery_pb2.DeltaDiscoveryRequest if self.delta else discovery_pb2.DiscoveryRequest
+        return found
+
+    @functools.cached_property
+    def response(self) -> type[Any]:
+        """The response's message type."""
+        from envoy.service.discovery.v3 import discovery_pb2
+
+        found: type[Any] = discovery_pb2.DeltaDiscoveryResponse if self.delta else discovery_pb2.DiscoveryResponse
+        return found
 
     def subscription(self, type_url: str) -> bytes:
         """A first request of the agent: no node, no version, no names."""
@@ -71,7 +80,7 @@ class Flavour:
         """ACK, or with `error` NACK, of a response that the agent consumed."""
         request = self.request(type_url=response.type_url, response_nonce=response.nonce)
         if error:
-            request.error_detail.CopyFrom(status_pb2.Status(code=INTERNAL, message=error))
+            request.error_detail.code, request.error_detail.message = INTERNAL, error
         elif not self.delta:
             request.version_info = response.version_info
         data: bytes = request.SerializeToString()
@@ -80,7 +89,7 @@ class Flavour:
     def health(self, event: HealthEvent) -> bytes:
         request = self.request(type_url=HEALTH_TYPE)
         if not event.healthy:
-            request.error_detail.CopyFrom(status_pb2.Status(code=INTERNAL, message=event.message))
+            request.error_detail.code, request.error_detail.message = INTERNAL, event.message
         data: bytes = request.SerializeToString()
         return data
 
@@ -91,12 +100,8 @@ class Flavour:
         return response.resources[0].resource if self.delta else response.resources[0]
 
 
-SOTW = Flavour(
-    "StreamAggregatedResources", discovery_pb2.DiscoveryRequest, discovery_pb2.DiscoveryResponse, delta=False
-)
-DELTA = Flavour(
-    "DeltaAggregatedResources", discovery_pb2.DeltaDiscoveryRequest, discovery_pb2.DeltaDiscoveryResponse, delta=True
-)
+SOTW = Flavour("StreamAggregatedResources", delta=False)
+DELTA = Flavour("DeltaAggregatedResources", delta=True)
 
 
 def short_type(type_url: str) -> str:

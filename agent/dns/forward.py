@@ -13,9 +13,7 @@ import struct
 import time
 from collections.abc import Sequence
 
-import dns.exception
-import dns.message
-
+from agent.dns.message import parse_message
 from agent.metrics import Metrics
 
 log = logging.getLogger("dns")
@@ -25,15 +23,6 @@ Address = tuple[str, int]
 
 class UpstreamError(Exception):
     """A server gave no usable reply."""
-
-
-def is_well_formed(reply: bytes) -> bool:
-    """True if the whole message parses."""
-    try:
-        dns.message.from_wire(reply, keyring=False, ignore_trailing=True)
-    except (dns.exception.DNSException, ValueError, IndexError, struct.error):
-        return False
-    return True
 
 
 class Forwarder:
@@ -114,7 +103,7 @@ class Forwarder:
                     if reply[:2] != query[:2]:
                         continue
                     # What does not fit the buffer is cut off, and then does not parse.
-                    if len(reply) > size or not is_well_formed(reply):
+                    if len(reply) > size or parse_message(reply) is None:
                         raise UpstreamError(f"bad reply of {len(reply)} bytes")
                     return reply
             finally:
@@ -131,7 +120,7 @@ class Forwarder:
                 reply = await reader.readexactly(length)
             except asyncio.IncompleteReadError:
                 raise UpstreamError("connection closed without a whole reply") from None
-            if len(reply) > size or reply[:2] != query[:2] or not is_well_formed(reply):
+            if len(reply) > size or reply[:2] != query[:2] or parse_message(reply) is None:
                 raise UpstreamError(f"bad reply of {len(reply)} bytes")
             return reply
         finally:

@@ -13,11 +13,12 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-
-import dns.exception
-import dns.message
+from typing import TYPE_CHECKING
 
 from agent.dns.table import LookupTable
+
+if TYPE_CHECKING:
+    import dns.message
 
 TTL = 30
 A, CNAME, OPT, AAAA = 1, 5, 41, 28
@@ -62,6 +63,18 @@ class Query:
         return self.name.lower()
 
 
+def parse_message(data: bytes) -> dns.message.Message | None:
+    """The whole message, None if it does not parse; bytes behind it are ignored."""
+    # Imported here: the agent loads dnspython while Envoy starts, not before.
+    import dns.exception
+    import dns.message
+
+    try:
+        return dns.message.from_wire(data, keyring=False, ignore_trailing=True)
+    except (dns.exception.DNSException, ValueError, IndexError, struct.error):
+        return None
+
+
 def parse_query(data: bytes) -> Query:
     """Classifies a packet; `plain` queries carry nothing that differs between repeats of the same question."""
     if len(data) < 12:
@@ -74,9 +87,8 @@ def parse_query(data: bytes) -> Query:
         return Query(Verdict.REJECTED, flags, rcode=NOTIMP)
     if answers > 1 or authorities > 1 or additionals > 2:
         return Query(Verdict.REJECTED, flags, rcode=FORMERR)
-    try:
-        message = dns.message.from_wire(data, keyring=False, ignore_trailing=True)
-    except (dns.exception.DNSException, ValueError, IndexError, struct.error):
+    message = parse_message(data)
+    if message is None:
         return Query(Verdict.MALFORMED)
     if not message.question:
         return Query(Verdict.NO_QUESTION, flags)

@@ -18,13 +18,14 @@ import uvloop
 from agent_authority import Issuer
 
 from agent.admin import AdminClient, parse_stats
-from agent.app_probe import AppProber, parse_probers
+from agent.app_probe import AppProber
 from agent.dns.server import DNSOptions, DNSServer
 from agent.dns.table import ProxyNames
 from agent.errors import AgentError
 from agent.health_check import Thresholds, WorkloadHealthCheck
 from agent.http import Handler, HTTPError, Request, Response, Server, Target, fetch, text_response
 from agent.metrics import Histogram, Labelled, Metrics
+from agent.probe_config import parse_probers
 from agent.protos import nds_pb2
 from agent.protos import proxy_config_pb2 as pb
 from agent.readiness import EnvoyReadiness, NotReady, Readiness
@@ -32,12 +33,11 @@ from agent.scrape import (
     OPEN_METRICS_TYPE,
     TEXT,
     Scraper,
-    ScrapeTarget,
     allowed_accept,
     exposition_format,
     merge_bodies,
-    parse_scrape_config,
 )
+from agent.scrape_config import ScrapeTarget, parse_scrape_config
 from agent.status import StatusServer, is_loopback, listen_socket
 from agent.xds_proxy import HealthEvent
 
