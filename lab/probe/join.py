@@ -335,12 +335,15 @@ def _wire(facts: Facts) -> Wire | None:
 
 
 def _name_sources(evidence: dict[str, str], key: str, found: Translation, sighting: Sighting | None) -> None:
+    if sighting is None:
+        return
+    by = "conntrack" if found.entry else sighting.tracer
     if found.captured is not None:
-        evidence[f"{key}.captured"] = "conntrack" if found.entry else "nftrace"
+        evidence[f"{key}.captured"] = by
     if found.redirected_to is not None:
-        evidence[f"{key}.redirected_to"] = "conntrack" if found.entry else "nftrace"
-    if found.rule is not None and sighting is not None:
-        evidence[f"{key}.rule"] = "nftrace"
+        evidence[f"{key}.redirected_to"] = by
+    if found.rule is not None:
+        evidence[f"{key}.rule"] = sighting.tracer
 
 
 def _is_loopback(address: str) -> bool:

@@ -35,8 +35,13 @@ _AT_ONCE = 8
 _FENCE = 2.0  # seconds until a fence counts as lost
 _LINE = (0.5, 2.0)  # seconds until Envoy's line counts as missing; it is written within a millisecond of a flow's end
 
-_NEEDS = {"trace": ("rule",), "legacy": ("rule",), "conntrack": ("captured", "redirected_to", "zone", "answered_by")}
-"""Kinds of kernel evidence, and the last parts of the keys that come from them alone."""
+_NEEDS = {
+    "trace": ("rule",),
+    "legacy": ("rule",),
+    "conntrack": ("captured", "redirected_to", "zone", "answered_by"),
+    "wire": ("wire",),
+}
+"""Kinds of evidence, and the parts of a verdict that come from them alone."""
 
 
 def run_tests(
@@ -155,6 +160,8 @@ async def gather(ground: Ground, test: TrafficTest) -> Facts:
 
 async def _gather(ground: Ground, test: TrafficTest, source: Where, flight: Flight) -> Facts:
     pod = source.place if source.place in ground.observed else None
+    if pod is None and test.flow_from.pod:
+        raise ObservationError("the pod is not observed", source.place, "the lab's observer has lost it")
     marks = ground.marks()
     since = time.time()
     sent = await ground.crew.send(source, Order.of(test))
@@ -163,8 +170,7 @@ async def _gather(ground: Ground, test: TrafficTest, source: Where, flight: Flig
     query = join.query_flow(sent.queries[-1]) if sent.queries else None
     same = query is not None and query == flow  # the test is a lookup
     flight.claim(flow, *(join.query_flow(q) for q in sent.queries))
-    if fence:
-        await ground.crew.fence_seen(source.place, fence[1], _FENCE)
+    fenced = fence is not None and await ground.crew.fence_seen(source.place, fence[1], _FENCE)
     outbound = await _sighting(ground, pod, flow, fence)
     dns = outbound if same else await _sighting(ground, pod, query, fence)
     forwarded = await _forwarded(ground, pod, sent, query, since)
@@ -184,6 +190,8 @@ async def _gather(ground: Ground, test: TrafficTest, source: Where, flight: Flig
     listing = await ground.listing(source.place, [p for s in seen for p in s.packets]) if pod else Listing()
     far = await _far(ground, source, further, line, marks, patience) if further else None
     wire = await _wire(ground, flight, since, flow, forwarded[0] if same and forwarded else further, lookup=same)
+    if not wire and not fenced:
+        wire = None  # that nothing was seen proves nothing then
     return Facts(
         test=test,
         sent=sent,
@@ -285,7 +293,7 @@ async def _far(
 
 async def _wire(
     ground: Ground, flight: Flight, since: float, flow: Flow | None, further: Flow | None, *, lookup: bool
-) -> list[Seen]:
+) -> list[Seen] | None:
     """What left the source's link for this flow: its own packets, Envoy's (or the agent's) for it, and whatever else began
     to go to its destination meanwhile and is nobody else's.
 
@@ -310,6 +318,8 @@ async def _wire(
 def _missing(facts: Facts) -> dict[str, str]:
     """Kinds of evidence that could not be had where this flow passed."""
     missing: dict[str, str] = {}
+    if facts.wire is None:
+        missing["wire"] = f"the fence after the flow was not seen on the link of {facts.place}"
     for sighting in (facts.outbound, facts.dns, facts.far.sighting if facts.far else None):
         if sighting is not None:
             missing |= sighting.missing

@@ -23,6 +23,7 @@ class Sighting:
     """What one place saw of a flow. ``complete``: nothing more is to come (the fence was seen, or the flow itself).
 
     ``missing`` names kinds of evidence that this kernel cannot give; ``lost`` counts overruns of the event queue so far.
+    ``tracer`` is what made the packets report (see ``lab.trace.places.Place``).
     """
 
     packets: list[Packet]
@@ -30,6 +31,7 @@ class Sighting:
     complete: bool
     missing: Mapping[str, str]
     lost: int = 0
+    tracer: str = "nftrace"
 
 
 class Client:
@@ -107,6 +109,7 @@ class Client:
             complete=answer["complete"],
             missing=answer["missing"],
             lost=answer["lost"],
+            tracer=answer["tracer"],
         )
 
     async def entries(self, place: str, *, since: int = 0, **which: Any) -> tuple[list[Entry], int]:

@@ -118,6 +118,7 @@ class Observer:
             "packets": [_packet_to_json(p) for p in place.index.packets(*key)],
             "conntrack": [entry_to_json(e) for e in place.index.conntrack(*key)],
             "missing": place.missing,
+            "tracer": place.tracer,
             "lost": place.lost,
         }
 

@@ -56,13 +56,17 @@ def inside(netns: str | Path) -> Iterator[None]:
 
 @dataclass
 class Place:
-    """One observed namespace. ``missing`` says what cannot be seen here and why; ``lost`` counts overruns of the queue."""
+    """One observed namespace. ``missing`` says what cannot be seen here and why; ``lost`` counts overruns of the queue.
+
+    ``tracer`` is what makes packets report: ``nftrace`` (our own table), ``raw-trace`` (rules in raw), or empty.
+    """
 
     name: str
     netns: str
     socket: socket.socket
     index: Index
     missing: dict[str, str] = field(default_factory=dict)
+    tracer: str = ""
     lost: int = 0
     planted: list[list[str]] = field(default_factory=list)
 
@@ -135,6 +139,7 @@ def _trace(place: Place, raw_trace: bool) -> None:
         try:
             netlink.request(place.socket, *owner_table.create())
             netlink.join(place.socket, [netlink.GROUP_NFTRACE])
+            place.tracer = "nftrace"
         except OSError as e:
             raw_trace, refused = True, os.strerror(e.errno or 0)
     if raw_trace and not _plant_raw_trace(place):
@@ -162,6 +167,7 @@ def _plant_raw_trace(place: Place) -> bool:
                     return False
                 if done.returncode == 0:
                     place.planted.append([tool, "-w", "-t", "raw", "-D", *rule])
+                    place.tracer = "raw-trace"
     return bool(place.planted)
 
 
