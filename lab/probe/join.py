@@ -45,12 +45,16 @@ _ON_PORT = re.compile(r"TPROXY.* --on-port (\d+)|tproxy (?:ip6? )?to [^ ]*:(\d+)
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """What netfilter made of a flow. ``captured``: its destination became a port of the namespace itself."""
+    """What netfilter made of a flow. ``captured``: its destination became a port of the namespace itself.
+
+    ``by_trace``: the trace alone says so, not conntrack (nothing is tracked, or TPROXY, which translates nothing).
+    """
 
     captured: bool | None
     redirected_to: int | None
     entry: Entry | None
     rule: Rule | None
+    by_trace: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +126,7 @@ def translate(
     entry = next((e for e in reversed(sighting.conntrack) if e.original == flow), None)
     packet = first_packet(sighting.packets, flow, hook)
     rule = rules.decide(packet, listing, hook) if packet is not None else None
-    captured, port = None, None
+    captured, port, by_trace = None, None, False
     if entry is not None:
         end = (entry.reply.src, entry.reply.sport)
         here = entry.reply.src in addresses or _is_loopback(entry.reply.src)
@@ -133,10 +137,10 @@ def translate(
         if captured and rule is not None and rule.position is None:
             rule = None  # an older entry with the same ports decided: no rule was asked
     elif packet is not None and "conntrack" not in sighting.missing:
-        captured = False
+        captured, by_trace = False, True
     if not captured and rule is not None and (match := _ON_PORT.search(rule.text)):  # TPROXY translates nothing
-        captured, port = True, int(match[1] or match[2])
-    return Translation(captured, port, entry, rule)
+        captured, port, by_trace = True, int(match[1] or match[2]), True
+    return Translation(captured, port, entry, rule, by_trace)
 
 
 def onward(line: EnvoyLine | None, flow: Flow | None, captured: bool | None) -> Flow | None:
@@ -337,7 +341,7 @@ def _wire(facts: Facts) -> Wire | None:
 def _name_sources(evidence: dict[str, str], key: str, found: Translation, sighting: Sighting | None) -> None:
     if sighting is None:
         return
-    by = "conntrack" if found.entry else sighting.tracer
+    by = sighting.tracer if found.by_trace else "conntrack"
     if found.captured is not None:
         evidence[f"{key}.captured"] = by
     if found.redirected_to is not None:
