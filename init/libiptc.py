@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from . import detect, edits, lock
-from .canonical import jump
+from .canonical import jump, network_of
 from .errors import InitError
 from .model import (
     Address,
@@ -269,7 +269,8 @@ def _add_match(made: Any, match: Match) -> None:
     elif isinstance(match, Interface):
         _set_interface(made.get_ip(), match)
     elif isinstance(match, Address):
-        setattr(made, match.side, _negated(match.negate, match.cidr))
+        # Masked as iptables masks it: the library leaves host bits of IPv6 in, and the restore tool then misses the rule.
+        setattr(made, match.side, _negated(match.negate, network_of(match.cidr)))
     elif isinstance(match, Port):
         letter = match.side[0]
         if len(match.ports) > 1:

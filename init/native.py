@@ -55,22 +55,12 @@ REGULAR_CHAINS: dict[str, tuple[str, ...]] = {
 
 _BARE = re.compile(r"[A-Za-z][A-Za-z0-9/_.-]*")
 _VALUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/+-]*")
-# Words that nft's grammar takes for itself where an interface name could stand.
-_KEYWORD_TEXT = (
-    "accept add ah all and arp arriving at auth base bridge broadcast burst bypass bytes cgroup chain chains cipso classid "
-    "clone code comment comp continue copy counter counters create ct daddr day dccp debug define delete destroy device "
-    "devices dnat dport drop dscp dst dup dynamic ecn element elements error esp ether exists expires export expr family "
-    "fanout fib flags flow flowtable flowtables flush frag fully fwd geneve goto gre group handle hash hbh header helper "
-    "hook hour hop ibridgename icmp icmpv6 id igmp iif iifgroup iifname iiftype import include index inet ingress insert "
-    "interval iphdr ip ip6 ipsec ipv4 ipv6 jhash jump l4proto last length level limit list log map maps mark masquerade "
-    "match maxseg meter meters mh missing mod monitor name netdev netmap nexthdr nexthop nfproto notrack numgen obridgename "
-    "offset oif oifgroup oifname oiftype option or osf over packets performance persistent pkttype policy position prefix "
-    "priority process protocol queue queuenum quota random redirect reject rename replace reset return rt rtclassid rule "
-    "ruleset saddr sack sctp secmark seconds sequence set sets size skgid skuid snaplen snat socket space spi sport src "
-    "state states statements status symhash synproxy synproxys table tables tcp template th time timeout tproxy tunnel "
-    "type typeof udp udplite unknown until update vlan vmap vxlan wildcard window xml xor xt zone"
+# nft's own words that have a digit or a hyphen. All others are letters only, and such names are quoted anyway: nft's
+# list of words grows with each release.
+_KEYWORDS = frozenset(
+    {"icmpv6", "ip6", "ipv4", "ipv6", "l4proto", "max-resp-time", "rt0", "rt2", "rt4"}
+    | {"sack0", "sack1", "sack2", "sack3", "sack-perm", "sack-permitted", "seg-left"}
 )
-_KEYWORDS = frozenset(_KEYWORD_TEXT.split())
 
 PerFamily = Callable[[Family], Match]
 
@@ -194,7 +184,8 @@ def _target(target: Target) -> str:
 
 
 def _interface(name: str) -> str:
-    return name if _BARE.fullmatch(name) and name not in _KEYWORDS else f'"{name}"'
+    bare = _BARE.fullmatch(name) and not name.isalpha() and name not in _KEYWORDS
+    return name if bare or name == "lo" else f'"{name}"'
 
 
 def _value(text: str) -> str:

@@ -236,9 +236,11 @@ def _guarded(
 def _backend(config: Config, tools: Tools) -> Backend:
     from . import detect
 
-    binaries = detect.choose(config.backend, config.ipv6, tools)
+    # The sandbox is for commands: libiptc would lock the node and ask its name services from this process.
+    name = "legacy-restore" if config.cni_mode and config.backend == "legacy" else config.backend
+    binaries = detect.choose(name, config.ipv6, tools)
     restore = xtables.Restore(binaries, tools, config.comments)
-    if config.backend not in ("auto", "legacy") or restore.kind != "legacy" or config.cni_mode:
+    if name not in ("auto", "legacy") or restore.kind != "legacy" or config.cni_mode:
         return restore
     try:
         from .libiptc import LibIPTC

@@ -64,7 +64,9 @@ def test_the_deviation_is_what_keeps_both_working(backend: str, pods: Net) -> No
     pods.pod.tool(*tool, text=plain)
     if backend != "native-nft":
         # Of two nft hooks with one priority either may be first.
-        assert pods.pod.call(ask_udp(RESOLVER, 53, wait=0.3), uid=APP).startswith("error"), "neither captured nor answered"
+        assert pods.pod.call(ask_udp(RESOLVER, 53, wait=0.3), uid=APP).startswith("error"), (
+            "neither captured nor answered"
+        )
     assert pods.pod.call(ask_udp(RESOLVER, 53, wait=0.3), uid=PROXY).startswith("error"), "no answer"
 
 
