@@ -171,11 +171,13 @@ def run_envoy(tmp_path: Path) -> Callable[..., contextlib.AbstractAsyncContextMa
 
     @contextlib.asynccontextmanager
     async def run(mesh: model.Mesh, node: Node, flavour: str = "delta") -> AsyncIterator[RunningEnvoy]:
-        xds, admin, log = tmp_path / "xds", tmp_path / "admin", tmp_path / "envoy.log"
+        directory = tmp_path / flavour
+        directory.mkdir()
+        xds, admin, log = directory / "xds", directory / "admin", directory / "envoy.log"
         server = DiscoveryServer(mesh)
         grpc_server = await start(server, f"unix:{xds}")
-        sds = await start_sds(tmp_path / "sds", node)
-        config = tmp_path / "bootstrap.json"
+        sds = await start_sds(directory / "sds", node)
+        config = directory / "bootstrap.json"
         config.write_text(json.dumps(bootstrap(node, xds, admin, flavour)))
         with log.open("wb") as out:
             process = await asyncio.create_subprocess_exec(
