@@ -169,7 +169,8 @@ def start(
         stdio: descriptors that become its standard streams.
         terminal: a pseudo-terminal's descriptor that becomes its controlling terminal and standard streams.
 
-    The child is a session of its own and dies with this process. It carries the lab's mark.
+    The child is a session of its own, carries the lab's mark, and dies with the thread that started it (prctl(2):
+    PR_SET_PDEATHSIG means the parent thread).
 
     Raises:
         InputError: nothing runs there.
