@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 from lab.discovery.destination_rule import DestinationRule
@@ -16,13 +17,17 @@ from lab.manifests import model
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Proxy:
     node: Node
     push: PushContext
     scope: SidecarScope
     labels: Mapping[str, str]
-    targets: tuple[ServiceTarget, ...]
+
+    @cached_property
+    def targets(self) -> tuple[ServiceTarget, ...]:
+        """Service ports that the proxy's own workload serves; asked for by what is generated for inbound alone."""
+        return self.push.registry.service_targets(self.node)
 
     @property
     def mesh_config(self) -> model.MeshConfig:
@@ -81,4 +86,4 @@ class Proxy:
 
 
 def proxy_for(push: PushContext, node: Node) -> Proxy:
-    return Proxy(node, push, push.scope_for(node), push.labels_of(node), push.registry.service_targets(node))
+    return Proxy(node, push, push.scope_for(node), push.labels_of(node))

@@ -268,7 +268,9 @@ class Stream:
         if watch.wildcard:
             watch.sent = self.view.versions(watch.type_url)
         else:
-            sent = {n: v for n, v in watch.sent.items() if n not in removed}
+            sent = dict(watch.sent)
+            for name in removed:
+                sent.pop(name, None)
             sent.update((r.name, r.version) for r in resources)
             watch.sent = sent
             watch.names -= removed
