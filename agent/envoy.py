@@ -33,7 +33,8 @@ PR_SET_PDEATHSIG = 1
 # Levels in the text format, in Envoy's JSON and in ours.
 _CRITICAL = ("\tcritical\t", '"level":"critical"', '"level": "critical"')
 _ERROR = ("\terror\t", '"level":"error"', '"level": "error"')
-_FIPS_CIPHERS = (
+FIPS_POLICIES = ("fips-140-2", "fips-140-3")
+FIPS_CIPHERS = (
     "ECDHE-ECDSA-AES128-GCM-SHA256:ECDHE-RSA-AES128-GCM-SHA256:"
     "ECDHE-ECDSA-AES256-GCM-SHA384:ECDHE-RSA-AES256-GCM-SHA384"
 )
@@ -132,8 +133,8 @@ def find_binary(configured: str) -> str:
 def envoy_environment(environ: Mapping[str, str], compliance_policy: str) -> dict[str, str]:
     """The agent's own environment, with the cipher limit of the FIPS policies."""
     result = dict(environ)
-    if compliance_policy in ("fips-140-2", "fips-140-3"):
-        result["GRPC_SSL_CIPHER_SUITES"] = _FIPS_CIPHERS
+    if compliance_policy in FIPS_POLICIES:
+        result["GRPC_SSL_CIPHER_SUITES"] = FIPS_CIPHERS
     return result
 
 

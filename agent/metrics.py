@@ -189,6 +189,17 @@ class Metrics:
         )
         self.pilot_xds_recv_max = self._gauge("pilot_xds_recv_max", "The max size of received xds requests in bytes.")
 
+        self.pilot_xds_send_time = self._add(
+            Histogram(
+                PREFIX + "pilot_xds_send_time",
+                "Total time in seconds the agent takes to send generated configuration.",
+                (0.01, 0.1, 1, 3, 5, 10, 20, 30),
+            )
+        )
+        self.pilot_xds_expired_nonce = self._labelled(
+            "pilot_xds_expired_nonce", "Total number of XDS requests with an expired nonce.", "type"
+        )
+
     def _add(self, metric: M) -> M:
         self._all.append(metric)
         return metric

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import importlib
 import json
 import logging
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Coroutine
@@ -23,7 +25,7 @@ from agent.app_probe import AppProber
 from agent.bootstrap import XDS_SOCKET, build_bootstrap, lightstep_token_file
 from agent.dns.server import DNSOptions, DNSServer
 from agent.dns.table import ProxyNames
-from agent.envoy import EnvoyProcess, envoy_args, envoy_environment, find_binary
+from agent.envoy import FIPS_CIPHERS, FIPS_POLICIES, EnvoyProcess, envoy_args, envoy_environment, find_binary
 from agent.errors import AgentError
 from agent.grpc_bootstrap import DEFAULT_PATH, GRPCReadiness, build_grpc_bootstrap, write_grpc_bootstrap
 from agent.lifecycle import DrainOptions, ProxyAgent
@@ -254,6 +256,7 @@ class Agent:
         self._sds = SDSServer(
             socket.path,
             self._secrets,
+            self.metrics,
             crl=resolved.crl,
             provider=config.private_key_provider if config.HasField("private_key_provider") else None,
         )
@@ -270,8 +273,8 @@ class Agent:
         dns = self._dns
         if dns is not None:
 
-            def apply_table(data: bytes) -> None:
-                dns.update(nds_pb2.NameTable.FromString(data))
+            async def apply_table(data: bytes) -> None:
+                await dns.update(nds_pb2.NameTable.FromString(data))
                 self._table_received.set()
 
             handlers[NAME_TABLE_TYPE] = apply_table
@@ -341,6 +344,8 @@ class Agent:
         seconds = time.monotonic() - self.metrics.started
         self.metrics.startup_duration_seconds.value = seconds
         log.info("Readiness succeeded in %.3fs", seconds)
+        # What has been loaded stays: the collector need not look at it again, which would hold up DNS answers.
+        gc.freeze()
         self._notify("READY=1")
 
     def _notify(self, message: str) -> None:
@@ -434,12 +439,21 @@ def run_proxy(options: ProxyOptions) -> None:
         dns_address = options.environment.string("DNS_PROXY_ADDR")
         as_root = os.geteuid() == 0 and dns_address.endswith(":53")
         envoy = EnvoyProcess(ENVOY_USER if as_root else None, log_as_json=options.flags.boolean("log_as_json"))
+    _prepare_process(options)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_main(options, envoy))
     finally:
         if envoy is not None:
             envoy.close()
+
+
+def _prepare_process(options: ProxyOptions) -> None:
+    """As Go's runtime does: as many open files as are allowed. And the cipher limit of the FIPS policies for gRPC."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if options.environment.string("COMPLIANCE_POLICY") in FIPS_POLICIES:
+        os.environ.setdefault("GRPC_SSL_CIPHER_SUITES", FIPS_CIPHERS)
 
 
 async def _main(options: ProxyOptions, envoy: EnvoyProcess | None) -> None:

@@ -22,6 +22,7 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import DecodeError
 
 from agent.errors import AgentError
+from agent.metrics import Metrics
 from agent.protos import private_key_method_pb2
 from agent.protos import proxy_config_pb2 as pb
 from agent.secrets import FILE_ROOT, ROOT, Secret, SecretError, SecretManager
@@ -96,9 +97,15 @@ class SDSServer:
     """Serves secrets to Envoy and pushes changed ones."""
 
     def __init__(
-        self, path: str, secrets: SecretManager, *, crl: str = "", provider: pb.PrivateKeyProvider | None = None
+        self,
+        path: str,
+        secrets: SecretManager,
+        metrics: Metrics,
+        *,
+        crl: str = "",
+        provider: pb.PrivateKeyProvider | None = None,
     ) -> None:
-        self._path, self._secrets, self._crl, self._provider = path, secrets, crl, provider
+        self._path, self._secrets, self._metrics, self._crl, self._provider = path, secrets, metrics, crl, provider
         self._clients: set[_Client] = set()
         self._numbers = itertools.count(1)
         self._versions = itertools.count(1)
@@ -172,7 +179,7 @@ class SDSServer:
             if first and not request.node.id:
                 raise StreamEnded(grpc.StatusCode.INVALID_ARGUMENT, "missing node information")
             first = False
-            names = wanted(client, request)
+            names = wanted(client, request, self._metrics)
             if names:
                 await self._send(client, names, context)
 
@@ -203,7 +210,7 @@ class SDSServer:
         log.info("SDS: PUSH resources=%s", ",".join(names))
 
 
-def wanted(client: _Client, request: discovery_pb2.DiscoveryRequest) -> list[str]:
+def wanted(client: _Client, request: discovery_pb2.DiscoveryRequest, metrics: Metrics) -> list[str]:
     """The names to answer a request with; updates what the stream watches.
 
     Source: istio/istio: pkg/xds/server.go (ShouldRespond).
@@ -212,6 +219,7 @@ def wanted(client: _Client, request: discovery_pb2.DiscoveryRequest) -> list[str
     if request.HasField("error_detail"):
         text = " ".join(request.error_detail.message.split()).replace('"', "'")
         log.warning('nack type=Secret error="%s"', text)
+        metrics.pilot_total_xds_rejects.add(SECRET_TYPE)
         return []
     if not names:
         client.names = None
@@ -221,6 +229,7 @@ def wanted(client: _Client, request: discovery_pb2.DiscoveryRequest) -> list[str
         return list(request.resource_names)
     if request.response_nonce != client.nonce:
         log.debug("expired nonce %s", request.response_nonce)
+        metrics.pilot_xds_expired_nonce.add(SECRET_TYPE)
         return []
     added = [name for name in request.resource_names if name not in client.names]
     client.names = names

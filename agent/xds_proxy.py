@@ -21,6 +21,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from agent.errors import AgentError
 from agent.metrics import Metrics
 
 log = logging.getLogger("xdsproxy")
@@ -255,7 +256,12 @@ class XdsProxy:
                 self._current = None
 
     async def _pair(self, stream: _Stream, requests: AsyncIterator[bytes], context: Any) -> None:
-        channel = self._upstream.connect()
+        try:
+            channel = self._upstream.connect()
+        except AgentError as error:
+            self._metrics.istiod_connection_failures.value += 1
+            log.error("failed to connect to upstream %s: %s", self._upstream.address, error)
+            raise StreamEnded(grpc.StatusCode.UNAVAILABLE, str(error)) from None
         tasks: list[asyncio.Task[None]] = []
         try:
             method = channel.stream_stream(f"/{SERVICE}/{stream.flavour.method}")
@@ -286,6 +292,7 @@ class XdsProxy:
             except DecodeError:
                 raise StreamEnded(grpc.StatusCode.INTERNAL, "malformed discovery request") from None
             self._metrics.xds_proxy_requests.value += 1
+            self._metrics.pilot_xds_recv_max.value = max(self._metrics.pilot_xds_recv_max.value, len(data))
             self._observe(request)
             stream.requests.put_nowait(data)
             if not stream.initial_sent and request.type_url == LISTENER_TYPE:
@@ -367,6 +374,7 @@ class XdsProxy:
             started = asyncio.get_running_loop().time()
             await context.write(data)
             elapsed = asyncio.get_running_loop().time() - started
+            self._metrics.pilot_xds_send_time.observe(elapsed)
             if elapsed > SLOW_SEND_SECONDS:
                 log.warning("sending %s to Envoy took %.1fs", short_type(type_url), elapsed)
         elif type_url.startswith(DEBUG_PREFIX) and stream.debug is not None:

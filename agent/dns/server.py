@@ -30,7 +30,7 @@ from agent.dns.message import (
     parse_query,
 )
 from agent.dns.resolv_conf import ResolvConf, parse_resolv_conf
-from agent.dns.table import LookupTable, ProxyNames, build_table
+from agent.dns.table import LookupTable, ProxyNames, build_in_steps
 from agent.errors import AgentError
 from agent.metrics import Metrics
 from agent.protos import nds_pb2
@@ -43,6 +43,8 @@ CACHE_LIMIT = 32768
 # Datagrams per turn of the event loop: enough to spread its cost, few enough not to starve the rest of the agent.
 BATCH = 64
 TCP_IDLE_SECONDS = 8.0
+# Entries of a new table between two turns of the event loop: some 5 ms.
+TABLE_STEP = 200
 
 
 @dataclass(frozen=True)
@@ -149,12 +151,15 @@ class DNSServer:
     def names(self) -> ProxyNames:
         return self._names
 
-    def update(self, table: nds_pb2.NameTable) -> None:
-        """Replaces the name table."""
-        self._table = build_table(table, self._names)
+    async def update(self, table: nds_pb2.NameTable) -> None:
+        """Replaces the name table; questions are answered from the old one until the new one is complete."""
+        built = LookupTable()
+        for _ in build_in_steps(table, self._names, built, TABLE_STEP):
+            await asyncio.sleep(0)
+        self._table = built
         self.name_table = table
         self._cache = {}
-        log.debug("updated lookup table with %d hosts", len(self._table.hosts))
+        log.debug("updated lookup table with %d hosts", len(built.hosts))
 
     async def start(self) -> None:
         """Listens on every address, UDP and TCP.

@@ -7,7 +7,8 @@ Source: istio/istio: pkg/dns/client/dns.go (BuildAlternateHosts, generateAltHost
 
 from __future__ import annotations
 
-import ipaddress
+import functools
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from agent.protos import nds_pb2
 
 KUBERNETES = "Kubernetes"
 WILDCARD_LABEL = b"\x01*"
+_LENGTHS = [bytes((length,)) for length in range(64)]
 
 
 def wire_name(name: str) -> bytes | None:
@@ -23,9 +25,9 @@ def wire_name(name: str) -> bytes | None:
         labels = name.lower().removesuffix(".").encode("ascii").split(b".")
     except UnicodeEncodeError:
         return None
-    if any(not 0 < len(label) < 64 for label in labels):
+    if not all(labels) or max(map(len, labels)) > 63:
         return None
-    wire = b"".join(bytes((len(label),)) + label for label in labels) + b"\0"
+    wire = b"".join([_LENGTHS[len(label)] + label for label in labels]) + b"\0"
     return wire if len(wire) <= 255 else None
 
 
@@ -43,8 +45,9 @@ class ProxyNames:
     domain: str
     search: Sequence[str] = ()
 
-    @property
+    @functools.cached_property
     def cluster_domain(self) -> str:
+        """The domain without the namespace."""
         labels = self.domain.split(".")
         return ".".join(labels[1:] if labels[0] == self.namespace else labels)
 
@@ -115,11 +118,11 @@ def split_addresses(texts: Sequence[str]) -> tuple[tuple[bytes, ...], tuple[byte
     ipv4: list[bytes] = []
     ipv6: list[bytes] = []
     for text in texts:
+        family, found = (socket.AF_INET6, ipv6) if ":" in text else (socket.AF_INET, ipv4)
         try:
-            address = ipaddress.ip_address(text)
-        except ValueError:
+            found.append(socket.inet_pton(family, text))
+        except (OSError, ValueError):
             continue
-        (ipv4 if address.version == 4 else ipv6).append(address.packed)
     return tuple(ipv4), tuple(ipv6)
 
 
@@ -133,13 +136,10 @@ def entries(
             yield host, alternate_hosts(host, table[host], proxy), ipv4, ipv6
 
 
-def build_table(table: nds_pb2.NameTable, proxy: ProxyNames) -> LookupTable:
-    """The lookup table of one proxy."""
-    result = LookupTable()
-    suffix = b""
-    if proxy.search:
-        suffix = wire_name(proxy.search[0]) or b""
-    for _, names, ipv4, ipv6 in entries(table.table, proxy):
+def build_in_steps(table: nds_pb2.NameTable, proxy: ProxyNames, result: LookupTable, size: int) -> Iterator[None]:
+    """Fills `result`, and yields after every `size` entries: ten thousand services take a while."""
+    suffix = wire_name(proxy.search[0]) if proxy.search else None
+    for number, (_, names, ipv4, ipv6) in enumerate(entries(table.table, proxy), 1):
         wires = [wire for name in names if (wire := wire_name(name)) is not None]
         for wire in wires:
             result.hosts.add(wire)
@@ -147,12 +147,21 @@ def build_table(table: nds_pb2.NameTable, proxy: ProxyNames) -> LookupTable:
                 result.ipv4[wire] = ipv4
             if ipv6:
                 result.ipv6[wire] = ipv6
-            if not suffix or (wire.endswith(suffix) and _on_label(wire, suffix)):
+            if suffix is None or (wire.endswith(suffix) and _on_label(wire, suffix)):
                 continue
             expanded = wire[:-1] + suffix
             if expanded not in wires and len(expanded) <= 255:
                 result.cname[expanded] = wire
                 result.hosts.add(expanded)
+        if number % size == 0:
+            yield
+
+
+def build_table(table: nds_pb2.NameTable, proxy: ProxyNames) -> LookupTable:
+    """The lookup table of one proxy."""
+    result = LookupTable()
+    for _ in build_in_steps(table, proxy, result, len(table.table) + 1):
+        pass
     return result
 
 

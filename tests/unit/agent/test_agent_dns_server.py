@@ -184,13 +184,13 @@ def test_before_the_table_everything_is_servfail(tmp_path: Path) -> None:
 def test_local_names_and_their_replacement(tmp_path: Path) -> None:
     async def job() -> None:
         async with Served(tmp_path, []) as served:
-            served.server.update(name_table())
+            await served.server.update(name_table())
             for _ in range(3):
                 assert texts(await served.ask(question(HOST))) == ["10.0.0.1"]
             assert texts(await served.ask_tcp(question(HOST))) == ["10.0.0.1"]
             replaced = nds_pb2.NameTable()
             replaced.table["local.example"].ips.append("10.9.9.9")
-            served.server.update(replaced)
+            await served.server.update(replaced)
             assert texts(await served.ask(question(HOST))) == ["10.9.9.9"]
             assert texts(await served.ask_tcp(question(HOST))) == ["10.9.9.9"]
             assert served.metrics.dns_requests_total.value == 6
@@ -202,7 +202,7 @@ def test_local_names_and_their_replacement(tmp_path: Path) -> None:
 def test_a_truncated_udp_answer_is_whole_over_tcp(tmp_path: Path) -> None:
     async def job() -> None:
         async with Served(tmp_path, []) as served:
-            served.server.update(name_table(42))
+            await served.server.update(name_table(42))
             short = await served.ask(question(HOST))
             assert short.flags & dns.flags.TC
             whole = await served.ask_tcp(question(HOST))
@@ -215,7 +215,7 @@ def test_a_truncated_udp_answer_is_whole_over_tcp(tmp_path: Path) -> None:
 def test_several_questions_on_one_tcp_connection(tmp_path: Path) -> None:
     async def job() -> None:
         async with Served(tmp_path, []) as served:
-            served.server.update(name_table())
+            await served.server.update(name_table())
             reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
             queries = [question(HOST), question(HOST, "AAAA"), question(HOST)]
             for query in queries:
@@ -232,7 +232,7 @@ def test_several_questions_on_one_tcp_connection(tmp_path: Path) -> None:
 def test_unknown_names_are_forwarded_unchanged_over_the_same_transport(tmp_path: Path) -> None:
     async def job() -> None:
         async with Upstream(plain_answer("192.0.2.1")) as upstream, Served(tmp_path, [upstream.address]) as served:
-            served.server.update(name_table())
+            await served.server.update(name_table())
             for ask in (served.ask, served.ask_tcp):
                 query = question("ReMote.Example.", use_edns=0, payload=1232, want_dnssec=True)
                 reply = await ask(query)
@@ -254,7 +254,7 @@ def test_any_well_formed_reply_wins_whatever_its_code(tmp_path: Path) -> None:
             Upstream(coded_answer(dns.rcode.NXDOMAIN)) as upstream,
             Served(tmp_path, [upstream.address]) as served,
         ):
-            served.server.update(name_table())
+            await served.server.update(name_table())
             assert (await served.ask(question())).rcode() == dns.rcode.NXDOMAIN
             upstream.answer = coded_answer(dns.rcode.REFUSED)
             assert (await served.ask(question())).rcode() == dns.rcode.REFUSED
@@ -270,7 +270,7 @@ def test_silent_and_refusing_servers_are_passed_over(tmp_path: Path) -> None:
             Upstream(plain_answer("192.0.2.2")) as good,
             Served(tmp_path, [closed, silent.address, good.address]) as served,
         ):
-            served.server.update(name_table())
+            await served.server.update(name_table())
             for _ in range(4):
                 assert texts(await served.ask(question())) == ["192.0.2.2"]
             assert texts(await served.ask_tcp(question())) == ["192.0.2.2"]
@@ -284,7 +284,7 @@ def test_no_server_left_is_servfail(tmp_path: Path) -> None:
             Upstream(no_answer) as silent,
             Served(tmp_path, [silent.address, ("127.0.0.1", free_port())]) as served,
         ):
-            served.server.update(name_table())
+            await served.server.update(name_table())
             query = question()
             reply = await served.ask(query)
             assert reply.rcode() == dns.rcode.SERVFAIL
@@ -299,7 +299,7 @@ def test_no_server_left_is_servfail(tmp_path: Path) -> None:
 def test_no_servers_at_all_is_servfail(tmp_path: Path, parallel: bool) -> None:
     async def job() -> None:
         async with Served(tmp_path, [], parallel=parallel) as served:
-            served.server.update(name_table())
+            await served.server.update(name_table())
             assert (await served.ask(question())).rcode() == dns.rcode.SERVFAIL
 
     run(job)
@@ -312,7 +312,7 @@ def test_parallel_asks_all_and_takes_the_first(tmp_path: Path) -> None:
             Upstream(plain_answer("192.0.2.3")) as good,
             Served(tmp_path, [silent.address, good.address], parallel=True, timeout=DEADLINE) as served,
         ):
-            served.server.update(name_table())
+            await served.server.update(name_table())
             assert texts(await served.ask(question())) == ["192.0.2.3"]
             assert len(silent.seen) == 1
             silent.answer = plain_answer("192.0.2.3")
@@ -327,7 +327,7 @@ def test_parallel_fails_when_all_fail(tmp_path: Path) -> None:
             Upstream(no_answer) as silent,
             Served(tmp_path, [silent.address, ("127.0.0.1", free_port())], parallel=True) as served,
         ):
-            served.server.update(name_table())
+            await served.server.update(name_table())
             assert (await served.ask(question())).rcode() == dns.rcode.SERVFAIL
 
     run(job)
@@ -341,7 +341,7 @@ def test_udp_replies_with_another_id_are_ignored(tmp_path: Path) -> None:
 
     async def job() -> None:
         async with Upstream(spoofed_first) as upstream, Served(tmp_path, [upstream.address]) as served:
-            served.server.update(name_table())
+            await served.server.update(name_table())
             assert texts(await served.ask(question())) == ["192.0.2.4"]
 
     run(job)
@@ -353,7 +353,7 @@ def test_a_malformed_reply_is_no_reply(tmp_path: Path) -> None:
 
     async def job() -> None:
         async with Upstream(cut) as upstream, Served(tmp_path, [upstream.address]) as served:
-            served.server.update(name_table())
+            await served.server.update(name_table())
             assert (await served.ask(question())).rcode() == dns.rcode.SERVFAIL
             assert (await served.ask_tcp(question())).rcode() == dns.rcode.SERVFAIL
 
@@ -370,7 +370,7 @@ def many_addresses(query: dns.message.Message) -> list[bytes]:
 def test_large_upstream_answers(tmp_path: Path) -> None:
     async def job() -> None:
         async with Upstream(many_addresses) as upstream, Served(tmp_path, [upstream.address]) as served:
-            served.server.update(name_table())
+            await served.server.update(name_table())
             without_edns = await served.ask(question())
             assert without_edns.rcode() == dns.rcode.SERVFAIL
             with_edns = await served.ask(question(use_edns=0, payload=1400))
@@ -388,7 +388,7 @@ def test_a_truncated_upstream_answer_keeps_tc(tmp_path: Path) -> None:
 
     async def job() -> None:
         async with Upstream(truncated) as upstream, Served(tmp_path, [upstream.address]) as served:
-            served.server.update(name_table())
+            await served.server.update(name_table())
             reply = await served.ask(question())
             assert reply.flags & dns.flags.TC
 
@@ -398,7 +398,7 @@ def test_a_truncated_upstream_answer_keeps_tc(tmp_path: Path) -> None:
 def test_a_query_that_comes_back_is_refused(tmp_path: Path) -> None:
     async def job() -> None:
         async with Served(tmp_path, []) as served:
-            served.server.update(name_table())
+            await served.server.update(name_table())
             served.server._forwarder = Forwarder([("127.0.0.1", served.port)], DEADLINE, False, served.metrics)
             for ask in (served.ask, served.ask_tcp):
                 assert (await ask(question())).rcode() == dns.rcode.REFUSED
@@ -409,7 +409,7 @@ def test_a_query_that_comes_back_is_refused(tmp_path: Path) -> None:
 def test_malformed_packets_are_dropped_and_counted(tmp_path: Path) -> None:
     async def job() -> None:
         async with Served(tmp_path, []) as served:
-            served.server.update(name_table())
+            await served.server.update(name_table())
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sock:
                 sock.connect(("127.0.0.1", served.port))
                 for data in (b"", b"x", b"\x12\x34\x01\0\0\x01\0\0\0\0\0\0\x03abc"):
@@ -433,7 +433,7 @@ def test_malformed_packets_are_dropped_and_counted(tmp_path: Path) -> None:
 def test_no_question_is_servfail(tmp_path: Path) -> None:
     async def job() -> None:
         async with Served(tmp_path, []) as served:
-            served.server.update(name_table())
+            await served.server.update(name_table())
             assert (await served.ask(b"\x12\x34\x01\0\0\0\0\0\0\0\0\0")).rcode() == dns.rcode.SERVFAIL
 
     run(job)

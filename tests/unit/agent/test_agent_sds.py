@@ -231,7 +231,7 @@ class SDSRig:
         self.metrics = Metrics()
         ca = client(security, self.metrics) if with_ca else None
         self.secrets = SecretManager(security, ca, self.metrics)
-        self.server = SDSServer(self.path, self.secrets, **server)
+        self.server = SDSServer(self.path, self.secrets, self.metrics, **server)
         self._calls: list[Any] = []
 
     async def __aenter__(self) -> SDSRig:

@@ -264,7 +264,7 @@ def test_name_table_dump(tmp_path: Path) -> None:
             info = table.table["a.ns1.svc.cluster.local"]
             info.ips.append("1.1.1.1")
             info.registry, info.shortname, info.namespace = "Kubernetes", "a", "ns1"
-            dns.update(table)
+            await dns.update(table)
             shown = json.loads((await rig.get("/debug/ndsz")).body)["table"]
             assert set(shown) == {"a.", "a.ns1.", "a.ns1.svc.", "a.ns1.svc.cluster.local."}
             assert shown["a.ns1."] == {"ips": ["1.1.1.1"], "registry": "Kubernetes"}
