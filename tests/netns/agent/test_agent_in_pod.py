@@ -11,7 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -254,19 +255,90 @@ def strip_counters(saved: str) -> list[str]:
     return [re.sub(r"\[\d+:\d+\]", "", line) for line in saved.splitlines() if not line.startswith("#")]
 
 
-def test_the_table_outlives_discovery_and_a_new_push_arrives(world: MakeWorld) -> None:
+def test_an_outage_of_discovery_costs_no_request_and_ends_with_a_push(world: MakeWorld) -> None:
     here = world()
-    pod = ready_pod(here)
-    here.peer.stop()
-    assert pod.dig("+short", "productpage").split() == ["10.96.1.1"]
-    assert http_status(pod, 15021) == 200
-    here.restart_peer()
-    changed = {"table": {"fresh.example": {"ips": ["192.0.2.99"], "registry": "External"}}}
-    push_table(here, changed)
-    here.peer.wait("request", type="NameTable")
-    while here.peer.wait("request", type="NameTable")["nonce"] == "":
-        pass
-    assert pod.dig("+short", "fresh.example").split() == ["192.0.2.99"]
+    push_table(here)
+    here.peer.send(op="resources", type=CLUSTER, resources={"app": cluster("app", "127.0.0.1", 8080)})
+    here.peer.send(op="resources", type=LISTENER, resources={"web": http_listener("web", 9000, "app", None)})
+    pod = here.pod()
+    with backend(pod):
+        pod.start_agent().wait_ready()
+        load = Load(pod, 9000)
+        load.wait_for(50)
+        here.peer.stop()
+        before = load.wait_for(400)
+        assert pod.dig("+short", "productpage").split() == ["10.96.1.1"]
+        assert http_status(pod, 15021) == 200
+        here.restart_peer()
+        changed = {"table": {"fresh.example": {"ips": ["192.0.2.99"], "registry": "External"}}}
+        here.peer.send(op="resources", type=CLUSTER, resources={"app": cluster("app", "127.0.0.1", 8080)})
+        here.peer.send(op="resources", type=LISTENER, resources={"web": http_listener("web", 9000, "app", None)})
+        push_table(here, changed)
+        acknowledged = here.peer.wait("request", type="NameTable")
+        while not acknowledged["nonce"]:
+            acknowledged = here.peer.wait("request", type="NameTable")
+        assert pod.dig("+short", "fresh.example").split() == ["192.0.2.99"]
+        load.wait_for(before + 50)
+        assert set(load.stop()) == {200}
+
+
+class Load:
+    """Requests one after the other, each on a connection of its own, until it is stopped."""
+
+    def __init__(self, pod: Pod, port: int) -> None:
+        self._statuses: list[int] = []
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, args=(pod, port))
+        self._thread.start()
+
+    def _run(self, pod: Pod, port: int) -> None:
+        while not self._stopped:
+            try:
+                status = http_status(pod, port, "/")
+            except OSError:
+                status = 0
+            with self._changed:
+                self._statuses.append(status)
+                self._changed.notify_all()
+
+    def wait_for(self, count: int) -> int:
+        """Waits until that many requests are done; the number done."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self._statuses) >= count, DEADLINE)
+            return len(self._statuses)
+
+    def stop(self) -> list[int]:
+        self._stopped = True
+        self._thread.join(DEADLINE)
+        return self._statuses
+
+
+@contextlib.contextmanager
+def backend(pod: Pod) -> Iterator[None]:
+    """An HTTP server on 127.0.0.1:8080 of a pod."""
+    command = [sys.executable, "-c", BACKEND]
+    process = pod.namespace.popen(*command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield
+    finally:
+        process.kill()
+        process.wait(DEADLINE)
+        process.stdout.close()
+
+
+BACKEND = """
+import http.server
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        self.send_response(200); self.send_header("Content-Length", "2"); self.end_headers(); self.wfile.write(b"ok")
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 8080), Handler)
+print("listening", flush=True)
+server.serve_forever()
+"""
 
 
 def test_a_nack_is_one_line_of_the_agents_log(world: MakeWorld) -> None:
@@ -301,31 +373,23 @@ def test_mtls_certificates_rotate_without_a_failed_request(world: MakeWorld) -> 
     server, client = here.pod(), here.pod()
     here.peer.send(op="resources", type=CLUSTER, resources=mtls_clusters(server.address))
     here.peer.send(op="resources", type=LISTENER, resources=mtls_listeners())
-    with server.namespace.entered():
-        backend = subprocess.Popen(
-            [sys.executable, "-m", "http.server", "8080", "--directory", str(server.directory)],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-    try:
+    with backend(server):
         for pod in (server, client):
             pod.start_agent(env)
         for pod in (server, client):
             pod.agents[0].wait_ready()
         here.peer.drain()
-        statuses: list[int] = []
+        load = Load(client, 9000)
         issued = 0
         while issued < 6:
-            statuses.append(http_status(client, 9000, "/"))
-            issued += sum(event["event"] == "csr" for event in here.peer.drain())
-        assert set(statuses) == {200}
-        assert len(statuses) > 20
+            issued += here.peer.wait("csr")["event"] == "csr"
+        done = load.wait_for(20)
+        load.wait_for(done + 5)
+        assert set(load.stop()) == {200}
         with client.namespace.entered(), socket.create_connection((server.address, 8443), timeout=DEADLINE) as plain:
             plain.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             with contextlib.suppress(ConnectionResetError):
                 assert plain.recv(100) == b"", "the server answered without TLS"
-    finally:
-        backend.kill()
-        backend.wait(DEADLINE)
 
 
 def sds(name: str) -> dict[str, object]:
@@ -350,7 +414,7 @@ COMMON = {
         "validation_context_sds_secret_config": sds("ROOTCA"),
     },
 }
-TLS = f"{'type.googleapis.com/'}envoy.extensions.transport_sockets.tls.v3."
+TLS = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3."
 
 
 def cluster(name: str, address: str, port: int) -> dict[str, object]:
@@ -373,43 +437,40 @@ def mtls_clusters(address: str) -> dict[str, object]:
     return {"secure": secure, "app": cluster("app", "127.0.0.1", 8080)}
 
 
-def mtls_listeners() -> dict[str, object]:
-    def listener(name: str, port: int, target: str) -> dict[str, object]:
-        hcm = {
-            "@type": "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
-            "stat_prefix": name,
-            "route_config": {
-                "virtual_hosts": [
-                    {
-                        "name": "all",
-                        "domains": ["*"],
-                        "routes": [{"match": {"prefix": "/"}, "route": {"cluster": target}}],
-                    }
-                ]
-            },
-            "http_filters": [
-                {
-                    "name": "envoy.filters.http.router",
-                    "typed_config": {"@type": "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router"},
-                }
-            ],
-        }
-        chain: dict[str, object] = {
-            "filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": hcm}]
-        }
-        if target == "app":
-            chain["transport_socket"] = {
-                "name": "tls",
-                "typed_config": {
-                    "@type": f"{TLS}DownstreamTlsContext",
-                    "common_tls_context": COMMON,
-                    "require_client_certificate": True,
-                },
+def http_listener(name: str, port: int, target: str, transport: dict[str, object] | None) -> dict[str, object]:
+    hcm = {
+        "@type": "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": name,
+        "route_config": {
+            "virtual_hosts": [
+                {"name": "all", "domains": ["*"], "routes": [{"match": {"prefix": "/"}, "route": {"cluster": target}}]}
+            ]
+        },
+        "http_filters": [
+            {
+                "name": "envoy.filters.http.router",
+                "typed_config": {"@type": "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router"},
             }
-        address = {"socket_address": {"address": "0.0.0.0", "port_value": port}}
-        return {"name": name, "address": address, "filter_chains": [chain]}
+        ],
+    }
+    filters = [{"name": "envoy.filters.network.http_connection_manager", "typed_config": hcm}]
+    chain: dict[str, object] = {"filters": filters}
+    if transport is not None:
+        chain["transport_socket"] = {"name": "tls", "typed_config": transport}
+    address = {"socket_address": {"address": "0.0.0.0", "port_value": port}}
+    return {"name": name, "address": address, "filter_chains": [chain]}
 
-    return {"plain": listener("plain", 9000, "secure"), "tls": listener("tls", 8443, "app")}
+
+def mtls_listeners() -> dict[str, object]:
+    mutual: dict[str, object] = {
+        "@type": f"{TLS}DownstreamTlsContext",
+        "common_tls_context": COMMON,
+        "require_client_certificate": True,
+    }
+    return {
+        "plain": http_listener("plain", 9000, "secure", None),
+        "tls": http_listener("tls", 8443, "app", mutual),
+    }
 
 
 def test_json_logs_of_both(world: MakeWorld) -> None:
