@@ -28,4 +28,5 @@ bench: setup
 
 lock:
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header pyproject.toml --group dev -o requirements.lock
+	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header -c requirements.lock pyproject.toml -o requirements-run.lock
 	echo 'setuptools>=77' | uv pip compile --python-version 3.11 --generate-hashes --no-emit-index-url --no-header - -o requirements-build.lock
