@@ -294,7 +294,7 @@ def _with_files(mesh: Mesh) -> Mesh:
 
 
 def _launch(options: Mapping[str, object]) -> subprocess.Popen[bytes]:
-    from lab.runtime.client import clean_environ
+    from lab.runtime.launch import clean_environ
 
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "lab.supervisor", json.dumps(options)],

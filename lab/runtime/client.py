@@ -11,17 +11,16 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lab.errors import LabError
-from lab.runtime import channel
+from lab.runtime import channel, launch
 from lab.runtime.channel import Message
 from lab.runtime.mounts import View
-from lab.runtime.spawn import DEFAULT_PATH, ProcessSpec
+from lab.runtime.spawn import ProcessSpec
 
 
 class Ended(Exception):
@@ -245,20 +244,8 @@ class Zygote:
 
     @classmethod
     def launch(cls, modules: Sequence[str], environ: Mapping[str, str]) -> Zygote:
-        """Execs a zygote that imports ``modules``; ``environ`` carries the lab's mark. Returns at once."""
-        ours, theirs = channel.pair()
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "lab.runtime.zygote", str(theirs.fileno()), *modules],
-                env={**clean_environ(), **environ},
-                cwd="/",
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
-        return cls(process, ours)
+        """Execs a zygote (`lab.runtime.launch.zygote`). Returns at once."""
+        return cls(*launch.zygote(modules, environ))
 
     def log_to(self, path: Path) -> None:
         """What it and the first processes of places say goes to this file (it exists once the lab's directory does)."""
@@ -356,15 +343,6 @@ class Zygote:
                     place.watch()
                 else:
                     place.has_ended(70)
-
-
-def clean_environ() -> dict[str, str]:
-    """An environment for our own Python processes: nothing of the caller's that could change what they do.
-
-    (A proxy variable, for example, would send gRPC elsewhere.) The code is found where ours was.
-    """
-    checkout = str(Path(__file__).resolve().parents[2])
-    return {"PATH": DEFAULT_PATH, "HOME": "/", "LANG": "C.UTF-8", "PYTHONPATH": checkout}
 
 
 def host_pid(pidfd: int) -> int:

@@ -18,19 +18,6 @@ from lab.runtime.identity import APP_UID, INIT, PROXY, PROXY_UID, ROOT, Identity
 from lab.runtime.mounts import NOTIFY_DIR, POD_DIR, View
 from lab.runtime.spawn import DEFAULT_PATH, ProcessSpec
 
-ZYGOTE_MODULES: tuple[str, ...] = (
-    "lab.apps.preload",
-    "lab.discovery.server",
-    "lab.fabric.dns",
-    "lab.trace.observer",
-    "agent.preload",
-    "init.cli",
-    "init.program",
-)
-"""What everything below needs; what the node's services need comes first, for they start first. The legacy back end adds `LEGACY_MODULES`."""
-
-LEGACY_MODULES = ("init.libiptc",)
-
 _SYSCTLS: Mapping[str, str] = {
     "net.ipv4.ip_unprivileged_port_start": "0",
     "net.ipv4.ping_group_range": "0 2147483647",

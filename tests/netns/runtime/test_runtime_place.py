@@ -17,8 +17,9 @@ from runtime_lab import Lab, python
 
 from lab.errors import LabError
 from lab.fabric import paths, record
-from lab.runtime.client import Ended, Zygote, clean_environ
+from lab.runtime.client import Ended, Zygote
 from lab.runtime.identity import APP, INIT, NUMBERS, PROXY, ROOT, Identity
+from lab.runtime.launch import clean_environ
 from lab.runtime.spawn import ProcessSpec
 
 pytestmark = pytest.mark.root

@@ -10,9 +10,10 @@ import pytest
 
 from lab.errors import InputError, LabError, ObservationError
 from lab.runtime import channel
-from lab.runtime.client import clean_environ, host_pid
+from lab.runtime.client import host_pid
 from lab.runtime.identity import APP, INIT, PROXY, ROOT, Identity, of_uid
 from lab.runtime.keeper import code_of
+from lab.runtime.launch import clean_environ
 from lab.runtime.lines import error_from_json, error_to_json
 from lab.runtime.mounts import View
 from lab.runtime.spawn import ProcessSpec

@@ -1,10 +1,4 @@
-"""The process that runs a lab: ``python -m lab.supervisor``, started by `lab.lifecycle` and by nobody else.
-
-Its arguments are JSON (`Options`). It starts what needs no mesh, while whoever started it still reads the manifests;
-then it reads the mesh from stdin (eight bytes of length, then a pickle), brings the lab up, answers on its control
-socket, and takes the lab down when it is told to, when it gets SIGTERM, or when stdin ends: stdin is a leash, held by
-whoever started it, until the lab is ready (detached) or for as long as it runs (attached). Progress goes to stdout as
-JSON lines: ``{"event": "ready", "info": ...}``, ``{"event": "error", ...}``, ``{"event": "down"}``.
+"""One running lab: brings it up, says what runs, restarts what it is asked to, takes it down.
 
 Control socket (JSON lines): ``inspect``; ``discovery`` (its status); ``drain`` (SIGTERM to every pod's processes, and
 wait); ``stop``, with ``graceful`` after a drain; ``restart`` with ``place`` and ``process``.
@@ -13,35 +7,31 @@ wait); ``stop``, with ``graceful`` after a drain; ``restart`` with ``place`` and
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import os
-import pickle
 import shutil
 import signal
 import socket
 import sys
 import time
-import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from lab.errors import InputError, LabError
 from lab.fabric import paths, record
 from lab.fabric.record import Record
 from lab.manifests import stored
 from lab.manifests.model import ExternalHost, Mesh, Pod
-from lab.runtime import backend, enter, files, mounts, workload
+from lab.runtime import enter, files, mounts, workload
 from lab.runtime.client import Ended, Place, PlaceSpec, Process, Zygote
 from lab.runtime.lines import ask, error_to_json
 from lab.runtime.logs import Log, last_error
 from lab.runtime.spawn import ProcessSpec
-
-T = TypeVar("T")
+from lab.supervisor.options import Options
 
 _AT_ONCE = 8  # pods that start at the same time: more only take turns on the processors
 _GRACE = 30.0  # seconds a drain may take: Kubernetes' terminationGracePeriodSeconds
@@ -49,18 +39,6 @@ _KEPT_EVENTS = 1000
 _SETTLE = 1.0  # seconds that proxies may take to answer what they were sent last, once they are ready
 _HEALTH_PORT = 15021
 _HEALTH_PAUSE = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How to bring a lab up. ``backend`` is what ``--iptables`` takes, ``timeout`` how long it may take in seconds.
-
-    ``detach``: the lab outlives whoever started it.
-    """
-
-    backend: str = "auto"
-    timeout: float = 60.0
-    detach: bool = False
 
 
 @dataclass(slots=True)
@@ -556,138 +534,3 @@ def _command(pid: str) -> str:
 def _why(log: Path, code: int) -> str:
     last = last_error(log)
     return f"it ended with {code}: {last}" if last else f"it ended with {code} and without a word"
-
-
-# --- the process ------------------------------------------------------------------------------
-
-
-class _Interrupted(Exception):
-    """Told to stop before the lab was ready."""
-
-
-class Leash:
-    """Standard input: first the mesh, then nothing, and its end says that whoever started us is gone."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._data = bytearray()
-        self.mesh: asyncio.Future[Mesh] = self._loop.create_future()
-        self.ended = asyncio.Event()
-        self._loop.add_reader(0, self._readable)
-
-    def _readable(self) -> None:
-        data = os.read(0, 1 << 16)
-        if not data:
-            self.let_go()
-            self.ended.set()
-        self._data += data
-        size = int.from_bytes(self._data[:8], "big")
-        if len(self._data) >= 8 + size > 8 and not self.mesh.done():
-            self.mesh.set_result(pickle.loads(self._data[8:]))
-
-    def let_go(self) -> None:
-        """From now on its end means nothing."""
-        self._loop.remove_reader(0)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one lab to its end."""
-    (argument,) = sys.argv[1:] if argv is None else argv
-    options = Options(**json.loads(argument))
-    if options.detach and os.fork():
-        os._exit(0)  # whoever waits for us may go on; the lab's parent is init
-    null = os.open(os.devnull, os.O_RDWR)
-    reports = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(null, 1)  # what is printed by accident must not look like a report
-
-    def say(message: Mapping[str, object]) -> None:
-        with suppress(OSError, ValueError):
-            reports.write(json.dumps(message, default=str) + "\n")
-            reports.flush()
-
-    def let_go() -> None:
-        """Detached: nothing of whoever started us stays open."""
-        os.dup2(null, 0)
-        os.dup2(null, 2)
-        reports.close()
-
-    try:
-        asyncio.run(_run(options, say, let_go))
-    except LabError as e:
-        say({"event": "error", "error": error_to_json(e)})
-        return e.exit_code
-    except Exception as e:
-        traceback.print_exc()
-        why = f"{type(e).__name__}: {e}"
-        say({"event": "error", "error": error_to_json(LabError("the lab's process failed", why=why))})
-        return 1
-    say({"event": "down"})
-    return 0
-
-
-async def _run(options: Options, say: Callable[[Mapping[str, object]], None], let_go: Callable[[], None]) -> None:
-    loop = asyncio.get_running_loop()
-    leash = Leash()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        loop.add_signal_handler(number, leash.ended.set)
-    chosen = backend.choose(options.backend)
-    lab_id = record.new_id()
-    modules = workload.ZYGOTE_MODULES + (workload.LEGACY_MODULES if chosen == "legacy" else ())
-    zygote = Zygote.launch(modules, {paths.ENV_MARK: lab_id})
-    _warm_up()
-    try:
-        mesh = await _unless_ended(leash.ended, leash.mesh)
-        known = Record.create(mesh.name, lab_id)
-    except BaseException as e:  # there is no lab yet: the zygote is all that there is
-        await zygote.stop()
-        if isinstance(e, _Interrupted):
-            return
-        raise
-    try:
-        known.add_process(zygote.process.pid, "zygote")
-        supervisor = Supervisor(replace(options, backend=chosen), mesh, known, zygote, leash.ended)
-    except BaseException:
-        await zygote.stop()
-        known.close()
-        record.down(known.name)
-        raise
-    try:
-        await _unless_ended(leash.ended, supervisor.up())
-        say({"event": "ready", "info": await supervisor.inspect()})
-        if options.detach:
-            leash.let_go()
-            let_go()
-        await leash.ended.wait()
-    except _Interrupted:
-        pass
-    finally:
-        await supervisor.down()
-
-
-async def _unless_ended(ended: asyncio.Event, work: Awaitable[T]) -> T:
-    """The result of the work; it is cancelled if the end comes first.
-
-    Raises:
-        _Interrupted: the end came first.
-    """
-    doing = asyncio.ensure_future(work)
-    ending = asyncio.ensure_future(ended.wait())
-    try:
-        await asyncio.wait((doing, ending), return_when=asyncio.FIRST_COMPLETED)
-        if not doing.done():
-            raise _Interrupted
-        return doing.result()
-    finally:
-        for task in (doing, ending):
-            task.cancel()
-        await asyncio.gather(doing, ending, return_exceptions=True)
-
-
-def _warm_up() -> None:
-    """Imports what the fabric needs (a quarter of a second) while the zygote imports and the manifests are read."""
-    importlib.import_module("lab.fabric.build")
-    importlib.import_module("lab.fabric.plan")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

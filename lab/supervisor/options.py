@@ -1,0 +1,17 @@
+"""How a lab is brought up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``backend`` is what ``--iptables`` takes, ``timeout`` how long it may take in seconds.
+
+    ``detach``: the lab outlives whoever started it.
+    """
+
+    backend: str = "auto"
+    timeout: float = 60.0
+    detach: bool = False
