@@ -315,6 +315,113 @@ def verify(what: tuple[str, ...], only: str | None, junit: str | None, backend: 
     return outcome.exit_code
 
 
+@cli.command()
+@click.option(
+    "--from", "source", default="", metavar="POD", help="Where the flow begins: POD.NAMESPACE, or an ExternalHost."
+)
+@click.option("--to", required=True, metavar="HOST[:PORT]")
+@click.option(
+    "--protocol",
+    type=click.Choice(["http", "grpc", "tcp", "tls", "udp", "dns", "dns-tcp", "icmp"]),
+    default="http",
+    show_default=True,
+)
+@click.option("--uid", type=click.IntRange(0, 2**32 - 2), help="User that sends it (default: 1000).")
+@click.option("-f", "--file", "files", multiple=True, type=click.Path(), help="Manifests; nothing need run.")
+@click.option(
+    "--iptables-save",
+    "rules",
+    multiple=True,
+    type=click.Path(),
+    help="A rule dump: iptables-save, ip6tables-save or nft.",
+)
+@click.option("--config-dump", type=click.Path(), help="An Envoy's config_dump (take it with ?include_eds).")
+@click.option("--ipset", "sets", multiple=True, type=click.Path(), help="ipset save, for rules that look into sets.")
+@click.option(
+    "--direction", type=click.Choice(["in", "out"]), default="out", show_default=True, help="With dumps alone."
+)
+@click.option("--from-ip", default="", help="Source address (with dumps, or a forged one).")
+@click.option("--to-ip", default="", help="Address of the host, with dumps alone.")
+@click.option("--path", default="/", show_default=True)
+@click.option("--method", default="GET", show_default=True)
+@click.option("--header", "headers", multiple=True, metavar="NAME:VALUE")
+@click.option("--authority", default="", help="Host header instead of HOST.")
+@click.option("--sni", default="", help="TLS server name instead of HOST.")
+@click.option("--iptables", "backend", type=click.Choice(BACKENDS), default="auto", show_default=True, help="With -f.")
+@click.option("--lab", "lab_name", help="Which lab, if several are up.")
+@click.option("--why", is_flag=True, help="Also rules, chains and routes that did not match, and what failed.")
+@click.option("--json", "as_json", is_flag=True)
+def explain(
+    source: str,
+    to: str,
+    protocol: str,
+    uid: int | None,
+    files: tuple[str, ...],
+    rules: tuple[str, ...],
+    config_dump: str | None,
+    sets: tuple[str, ...],
+    direction: str,
+    from_ip: str,
+    to_ip: str,
+    path: str,
+    method: str,
+    headers: tuple[str, ...],
+    authority: str,
+    sni: str,
+    backend: str,
+    lab_name: str | None,
+    why: bool,
+    as_json: bool,
+) -> int:
+    """Predict a flow's verdict from manifests (-f), from dumps, or for a running lab; nothing is sent.
+
+    The first line is the verdict in one sentence, then come the hops, then the smallest changes that would flip it.
+    """
+    from lab import asking
+
+    question = asking.Question(
+        to=to,
+        source=source,
+        protocol=protocol,  # type: ignore[arg-type]
+        uid=uid,
+        direction=direction,  # type: ignore[arg-type]
+        from_ip=from_ip,
+        to_ip=to_ip,
+        path=path,
+        method=method,
+        headers=_headers(headers),
+        authority=authority,
+        sni=sni,
+    )
+    if files and (rules or config_dump):
+        raise InputError("both manifests and dumps", next_step="Give -f, or --iptables-save and --config-dump")
+    if files:
+        from lab.manifests.load import load
+
+        found = asking.of_mesh(load(files), question, backend, why=why)  # type: ignore[arg-type]
+    elif rules or config_dump:
+        found = asking.of_dumps(question, rules, config_dump, sets, why=why)
+    else:
+        _need_root("lab explain of a running lab")
+        found = asking.of_lab(_running(lab_name, source or None), question, why=why)
+    if as_json:
+        _print_json(found.to_json(why=why))
+    else:
+        for line in found.lines(why=why):
+            click.echo(line)
+    return 0
+
+
+def _headers(given: Sequence[str]) -> dict[str, str]:
+    headers = {}
+    for text in given:
+        name, colon, value = text.partition(":")
+        if not colon or not name.strip():
+            raise InputError(f"--header {text}", next_step="Write NAME:VALUE")
+        headers[name.strip().lower()] = value.strip()
+    return headers
+
+
 # --- manifests ------------------------------------------------------------------------------
 
 

@@ -129,9 +129,7 @@ def payload(to: FlowTo) -> Payload:
         return Payload("http1", None, request)
     if to.protocol == "tls":
         sni = to.sni or to.host
-        return Payload(
-            "http1", ClientTls("" if _is_address(sni) else sni), dataclasses.replace(request, scheme="https")
-        )
+        return Payload("http1", ClientTls("" if is_address(sni) else sni), dataclasses.replace(request, scheme="https"))
     return Payload("opaque")
 
 
@@ -173,7 +171,8 @@ def tcp_state(flags: frozenset[str]) -> str:
     return "INVALID" if "FIN" in known else "NEW"
 
 
-def _is_address(text: str) -> bool:
+def is_address(text: str) -> bool:
+    """Whether a text is an IP address."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -416,7 +415,7 @@ class MeshWorld:
         self, start: str, host: str, uid: int, *, why: bool = False
     ) -> tuple[str | None, tuple[Question, ...], str | None]:
         """(address, the questions asked for it, why it has none), as a program at ``start`` finds it."""
-        if _is_address(host):
+        if is_address(host):
             return str(ipaddress.ip_address(host)), (), None
         place = self.place(start)
         in_hosts = self._hosts_file(start, host)
@@ -602,7 +601,7 @@ def pod_rules(mesh: Mesh, pod: Pod, backend: Backend = "auto") -> RuleSet:
     known = None if backend == "auto" else backend
     found = iptables_save.parse(restore.document(both.ipv4), "ipv4", "init", known, canonical=True)
     if both.ipv6:
-        found += iptables_save.parse(restore.document(both.ipv6), "ipv6", "init", known, canonical=True)
+        found = found.joined(iptables_save.parse(restore.document(both.ipv6), "ipv6", "init", known, canonical=True))
     return found
 
 

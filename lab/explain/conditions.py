@@ -2,19 +2,19 @@
 
 Sources of the rules: Linux net/netfilter/xt_*.c for iptables, net/netfilter/nft_*.c for nftables; where both differ
 (a packet without socket or connection) ``strict`` is nftables, whose expressions then end the rule, negated or not.
+
+These are named tuples: a dataclass takes six times as long to define, and each start of the program pays for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from lab.explain.packet import WITH_PORTS, Family, Host, Packet, number, protocol_name
 
 
-@dataclass(frozen=True, slots=True)
-class Doubt:
+class Doubt(NamedTuple):
     """A question without an answer on paper. ``chance`` is the probability of yes, where it has one."""
 
     reason: str
@@ -41,8 +41,7 @@ Side = Literal["src", "dst"]
 Range = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Masked:
+class Masked(NamedTuple):
     """The address, under any of the masks, is (or is not) the value. ``any_of`` holds (value, mask)."""
 
     text: str
@@ -61,8 +60,7 @@ class Masked:
         return _address(packet, self.side)
 
 
-@dataclass(frozen=True, slots=True)
-class Between:
+class Between(NamedTuple):
     """The address is (or is not) in one of the ranges, ends included."""
 
     text: str
@@ -85,8 +83,7 @@ def _address(packet: Packet, side: Side) -> str:
     return f"source {packet.src}" if side == "src" else f"destination {packet.dst}"
 
 
-@dataclass(frozen=True, slots=True)
-class Interface:
+class Interface(NamedTuple):
     """In by, or out by, an interface. A trailing ``+`` (iptables) or ``*`` (nft) stands for any rest."""
 
     text: str
@@ -103,8 +100,7 @@ class Interface:
         return f"{self.direction} interface {own}" if own else f"no {self.direction} interface"
 
 
-@dataclass(frozen=True, slots=True)
-class Transport:
+class Transport(NamedTuple):
     """The transport protocol is (or is not) one of these."""
 
     text: str
@@ -118,8 +114,7 @@ class Transport:
         return f"protocol {protocol_name(packet.proto, packet.family)}"
 
 
-@dataclass(frozen=True, slots=True)
-class IPVersion:
+class IPVersion(NamedTuple):
     """The packet is IPv4, or IPv6."""
 
     text: str
@@ -133,8 +128,7 @@ class IPVersion:
         return "IPv6" if packet.family == "ipv6" else "IPv4"
 
 
-@dataclass(frozen=True, slots=True)
-class Ports:
+class Ports(NamedTuple):
     """A port is (or is not) in one of the ranges. ``either``: the source's or the destination's; without ``protos`` any
     protocol that has ports will do."""
 
@@ -158,8 +152,7 @@ class Ports:
         return f"source port {packet.sport}" if self.side == "src" else f"port {packet.dport}"
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
+class Owner(NamedTuple):
     """The socket that sent the packet is (or is not) of a user or group in one of the ranges.
 
     Without a socket iptables' negated match holds and its plain one does not; nftables' ends the rule.
@@ -182,8 +175,7 @@ class Owner:
         return "no local sender" if own is None else f"{self.kind} {own}"
 
 
-@dataclass(frozen=True, slots=True)
-class HasSocket:
+class HasSocket(NamedTuple):
     """``--socket-exists`` of the owner match."""
 
     text: str
@@ -196,8 +188,7 @@ class HasSocket:
         return "no local sender" if packet.uid is None else f"uid {packet.uid}"
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """The packet's mark, or the connection's, under a mask is (or is not) a value."""
 
     text: str
@@ -219,8 +210,7 @@ class Mark:
         return f"connection mark {packet.ctmark:#x}" if packet.has_connection else "no connection"
 
 
-@dataclass(frozen=True, slots=True)
-class MarkIn:
+class MarkIn(NamedTuple):
     """nftables: the mark is (or is not) in one of the ranges."""
 
     text: str
@@ -239,8 +229,7 @@ class MarkIn:
         return f"{'mark' if self.of == 'packet' else 'connection mark'} {own:#x}"
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(NamedTuple):
     """Connection tracking says one (or none) of these: its state, or SNAT or DNAT for what was translated."""
 
     text: str
@@ -258,8 +247,7 @@ class State:
         return f"state {packet.conntrack}"
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
+class Status(NamedTuple):
     """nftables ``ct status``: the connection was translated so (or was not)."""
 
     text: str
@@ -278,8 +266,7 @@ class Status:
         return "a connection that was translated" if packet.snat or packet.dnat else "a connection as it was sent"
 
 
-@dataclass(frozen=True, slots=True)
-class Original:
+class Original(NamedTuple):
     """The connection's first packet, before translation, had (or had not) this at one of its ends."""
 
     text: str
@@ -304,8 +291,7 @@ class Original:
         return f"originally {src}:{sport} -> {dst}:{dport}"
 
 
-@dataclass(frozen=True, slots=True)
-class Direction:
+class Direction(NamedTuple):
     """The packet goes the way of the connection's first one, or the other."""
 
     text: str
@@ -319,8 +305,7 @@ class Direction:
         return "a reply" if packet.reply else "the original direction"
 
 
-@dataclass(frozen=True, slots=True)
-class Zone:
+class Zone(NamedTuple):
     """nftables ``ct zone``."""
 
     text: str
@@ -336,8 +321,7 @@ class Zone:
         return f"conntrack zone {packet.zone or 0}"
 
 
-@dataclass(frozen=True, slots=True)
-class AddressType:
+class AddressType(NamedTuple):
     """The routing table's word for an address: LOCAL, BROADCAST, MULTICAST, UNICAST. ``limit`` keeps it to the interface."""
 
     text: str
@@ -379,8 +363,7 @@ def address_type(packet: Packet, host: Host, side: Side, limit: Literal["", "in"
     return "LOCAL" if local else "UNICAST"
 
 
-@dataclass(frozen=True, slots=True)
-class TcpFlags:
+class TcpFlags(NamedTuple):
     """Of the flags in ``mask`` exactly those in ``wanted`` are set (or are not)."""
 
     text: str
@@ -397,8 +380,7 @@ class TcpFlags:
         return f"flags {','.join(sorted(packet.flags)) or 'none'}" if packet.proto == 6 else "no TCP"
 
 
-@dataclass(frozen=True, slots=True)
-class Icmp:
+class Icmp(NamedTuple):
     """The ICMP type (and code) is (or is not) this. ``number`` is the protocol's."""
 
     text: str
@@ -417,8 +399,7 @@ class Icmp:
         return f"type {packet.icmp_type} code {packet.icmp_code}" if packet.proto == self.number else "another protocol"
 
 
-@dataclass(frozen=True, slots=True)
-class Chance:
+class Chance(NamedTuple):
     """The statistic match: true with a probability."""
 
     text: str
@@ -435,8 +416,7 @@ class Chance:
         return "the other outcome of a random choice"
 
 
-@dataclass(frozen=True, slots=True)
-class InSet:
+class InSet(NamedTuple):
     """The packet's addresses and ports are (or are not) in a named set; a doubt where its members are not known."""
 
     text: str
@@ -483,8 +463,7 @@ def _in_members(address: str, members: frozenset[str]) -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True)
-class SocketMatch:
+class SocketMatch(NamedTuple):
     """The packet belongs to a socket of this machine."""
 
     text: str
@@ -499,8 +478,7 @@ class SocketMatch:
         return "a socket" if packet.socket else "no socket"
 
 
-@dataclass(frozen=True, slots=True)
-class Fixed:
+class Fixed(NamedTuple):
     """True or false of every packet on paper (a comment; fragments)."""
 
     text: str
@@ -513,8 +491,7 @@ class Fixed:
         return "a whole packet"
 
 
-@dataclass(frozen=True, slots=True)
-class Unknown:
+class Unknown(NamedTuple):
     """A match that is not evaluated; it is named, and its answer is a doubt."""
 
     text: str
@@ -527,8 +504,7 @@ class Unknown:
         return "not known"
 
 
-@dataclass(frozen=True, slots=True)
-class AnyOf:
+class AnyOf(NamedTuple):
     """One of several things that the packet could be (nft sets of concatenations)."""
 
     text: str

@@ -13,8 +13,9 @@ from lab.explain import envoy
 from lab.explain.envoy import Decision
 from lab.explain.flow import ClientTls, Connection, Request
 from lab.explain.packet import Packet, loopback
+from lab.explain.ruleset import Hook
 from lab.explain.upstream import Endpoint, UpstreamTls
-from lab.explain.walk import Fate, receive, send
+from lab.explain.walk import Fate, Pass, receive, send
 from lab.explain.world import Payload, Place, Result, Served, Speaks, Transit, World, serve
 
 MOST_JOURNEYS = 64
@@ -102,6 +103,24 @@ def _follow(world: World, start: str, packet: Packet, payload: Payload, why: boo
             yield _ended(now, sent, local=True)
 
 
+def arrive(world: World, place: str, packet: Packet, payload: Payload, *, why: bool = False) -> tuple[Journey, ...]:
+    """Everything that can become of a packet that arrives at ``place`` from outside."""
+    transit = Transit(place, packet)
+    return tuple(_arrive(world, Journey("outside", packet, transit=transit), payload, why, 0))
+
+
+def at_proxy(
+    world: World, place: str, packet: Packet, port: int, payload: Payload, *, inbound: bool
+) -> tuple[Journey, ...]:
+    """What a proxy does with a connection that came to its ``port``, whatever rule brought it there."""
+    hook: Hook = "prerouting" if inbound else "output"
+    taken = replace(packet, dst="::1" if ":" in packet.dst else "127.0.0.1", dport=port)
+    fate = Fate("delivered", taken, (Pass(hook, packet, taken, ()),))
+    start = Journey("outside" if inbound else place, packet, reached=place)
+    start = replace(start, received=fate) if inbound else replace(start, sent=fate)
+    return tuple(_delivered(world, start, world.place(place), fate, payload, False, 0))
+
+
 def _ended(journey: Journey, fate: Fate, *, local: bool) -> Journey:
     """A rule ended it."""
     if fate.end == "undecided":
@@ -181,7 +200,7 @@ def _datagram(journey: Journey, place: Place, packet: Packet, before: Packet) ->
     if packet.proto in (1, 58):
         return replace(journey, result="ok", peer=packet.src)
     if place.listening is None:
-        return replace(journey, doubts=(*journey.doubts, f"what listens in {place.name} is not known"))
+        return _unknown(journey)
     speaks = place.listening.get((packet.proto, packet.dport))
     if speaks is None:
         return replace(journey, result="refused")
@@ -191,7 +210,7 @@ def _datagram(journey: Journey, place: Place, packet: Packet, before: Packet) ->
 def _answered(journey: Journey, place: Place, packet: Packet, payload: Payload) -> Journey:
     """A program other than Envoy, or nobody, takes the connection."""
     if place.listening is None:
-        return replace(journey, doubts=(*journey.doubts, f"what listens in {place.name} is not known"))
+        return _unknown(journey)
     speaks = place.listening.get((6, packet.dport))
     if speaks is None or (packet.dport in place.loopback_only and not loopback(packet.dst)):
         return replace(journey, result="refused")

@@ -102,6 +102,9 @@ class Packet:
 
 
 def endpoint(address: str, port: int) -> str:
+    """``ADDRESS:PORT``; without a port (one that the kernel will choose) the address alone."""
+    if port == 0:
+        return address
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 

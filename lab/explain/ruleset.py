@@ -1,10 +1,13 @@
-"""A parsed rule set: tables, chains, rules; and what rules do. iptables and nftables share it. Pure data."""
+"""A parsed rule set: tables, chains, rules; and what rules do. iptables and nftables share it. Pure data.
+
+Named tuples, as in `lab.explain.conditions`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 from lab.explain.conditions import Condition, Range
 from lab.explain.packet import FULL
@@ -14,52 +17,45 @@ Hook = Literal["prerouting", "input", "forward", "output", "postrouting"]
 HOOKS: tuple[Hook, ...] = ("prerouting", "input", "forward", "output", "postrouting")
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Ends the walk: ``accept``, ``drop``, ``return``, or ``queue`` (a program decides). ``nf``: the word as written."""
 
     kind: Literal["accept", "drop", "return", "queue"]
 
 
-@dataclass(frozen=True, slots=True)
-class Reject:
+class Reject(NamedTuple):
     """Drops, and answers. ``answer`` is iptables' word for it (icmp-port-unreachable, tcp-reset...)."""
 
     answer: str
 
 
-@dataclass(frozen=True, slots=True)
-class Jump:
+class Jump(NamedTuple):
     """To a chain; with ``goto`` its end is that of the chain which it was called from."""
 
     to: str
     goto: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Redirect:
+class Redirect(NamedTuple):
     """To this machine; without ``ports`` the port stays."""
 
     ports: Range | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Translate:
+class Translate(NamedTuple):
     """DNAT or SNAT to one of the ends: (first address, last address, ports); an address of None stays."""
 
     what: Literal["src", "dst"]
     ends: tuple[tuple[str | None, str | None, Range | None], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Masquerade:
+class Masquerade(NamedTuple):
     """SNAT to the address of the interface by which the packet leaves."""
 
     ports: Range | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SetMark:
+class SetMark(NamedTuple):
     """mark = (mark & ~mask) ^ value."""
 
     of: Literal["packet", "connection"]
@@ -67,36 +63,31 @@ class SetMark:
     mask: int = FULL
 
 
-@dataclass(frozen=True, slots=True)
-class SaveMark:
+class SaveMark(NamedTuple):
     """The packet's mark under ``nfmask`` to the connection's under ``ctmask``."""
 
     nfmask: int = FULL
     ctmask: int = FULL
 
 
-@dataclass(frozen=True, slots=True)
-class RestoreMark:
+class RestoreMark(NamedTuple):
     """The connection's mark under ``ctmask`` to the packet's under ``nfmask``."""
 
     nfmask: int = FULL
     ctmask: int = FULL
 
 
-@dataclass(frozen=True, slots=True)
-class SetZone:
+class SetZone(NamedTuple):
     """Tracks the connection in a zone. A packet gets one zone only; later rules change nothing."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class NoTrack:
+class NoTrack(NamedTuple):
     """The packet belongs to no connection."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tproxy:
+class Tproxy(NamedTuple):
     """Hands the packet to a socket that listens on ``port``. ``ends``: iptables' target accepts (or, without such a socket,
     drops); nftables' statement goes on in its rule (or, without, ends it)."""
 
@@ -106,30 +97,26 @@ class Tproxy:
     ends: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class NoEffect:
+class NoEffect(NamedTuple):
     """Something that changes no path: counters, logs, traces."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class UnknownAction:
+class UnknownAction(NamedTuple):
     """A target that is not evaluated."""
 
     text: str
     why: str = "this target is not evaluated"
 
 
-@dataclass(frozen=True, slots=True)
-class VerdictMap:
+class VerdictMap(NamedTuple):
     """nftables ``vmap``: the first entry that fits decides; without one the rule goes on."""
 
     entries: tuple[tuple[tuple[Condition, ...], Verdict | Jump | UnknownAction], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
+class Spread(NamedTuple):
     """nftables ``numgen``: one of the actions, each with its share of flows."""
 
     actions: tuple[tuple[float, Action], ...]
@@ -164,8 +151,7 @@ DECIDING: tuple[type, ...] = (Verdict, Reject, Redirect, Translate, Masquerade, 
 """Actions that end the walk through a base chain, or (return) through one chain. TPROXY does if it ``ends``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(NamedTuple):
     """One rule. ``position`` counts from 1 in its chain, ``line`` from 1 in its file. ``parts`` are in order of evaluation."""
 
     chain: str
@@ -184,8 +170,7 @@ class Rule:
         return any(isinstance(p, DECIDING) or (isinstance(p, Tproxy) and p.ends) for p in self.parts)
 
 
-@dataclass(frozen=True, slots=True)
-class Base:
+class Base(NamedTuple):
     """Where a base chain is hooked in. ``policy`` is accept or drop; ``shown`` the policy as its owner writes it."""
 
     hook: Hook
@@ -195,15 +180,13 @@ class Base:
     shown: str
 
 
-@dataclass(frozen=True, slots=True)
-class Chain:
+class Chain(NamedTuple):
     name: str
     rules: tuple[Rule, ...] = ()
     base: Base | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(NamedTuple):
     """One table. ``family`` is ipv4, ipv6 or inet (both). ``backend`` is None where nothing tells it."""
 
     family: Literal["ipv4", "ipv6", "inet"]
@@ -213,13 +196,12 @@ class Table:
     order: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RuleSet:
+class RuleSet(NamedTuple):
     """All tables of a network namespace. ``unread`` names what a dump holds but is outside of what is evaluated."""
 
     tables: tuple[Table, ...] = ()
     unread: tuple[str, ...] = ()
-    sets: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    sets: Mapping[str, frozenset[str]] = MappingProxyType({})
 
     def bases(self, hook: Hook, family: str) -> list[tuple[Table, Chain, Base]]:
         """The base chains of a hook for packets of a family, in the order in which they run."""
@@ -240,5 +222,6 @@ class RuleSet:
             for chain in table.chains.values()
         )
 
-    def __add__(self, other: RuleSet) -> RuleSet:
+    def joined(self, other: RuleSet) -> RuleSet:
+        """Both."""
         return RuleSet(self.tables + other.tables, self.unread + other.unread, {**self.sets, **other.sets})

@@ -37,9 +37,10 @@ class Hop:
 def sentence(verdict: Verdict, journeys: Sequence[Journey] = ()) -> str:
     """The verdict in one sentence."""
     source, to = verdict.source, verdict.to
-    who = source.pod or source.external or "this machine"
-    target = to.host if to.port is None else endpoint(to.host, to.port)
-    head = f"{who} (uid {source.uid}) to {target} ({to.protocol}): "
+    who = f"{source.pod} (uid {source.uid})" if source.pod else source.external or "a client outside"
+    host = to.host or "this machine"
+    target = host if to.port is None else f"{host}:{to.port}" if ":" not in host else endpoint(host, to.port)
+    head = f"{who} to {target} ({to.protocol}): "
     parts = list(_courses(verdict))
     end = _end(verdict)
     if end:
@@ -111,7 +112,7 @@ def hops(journey: Journey | None, questions: Sequence[Question] = ()) -> tuple[H
 
 
 def _lookups(questions: Sequence[Question]) -> Iterator[Hop]:
-    for question in questions:
+    for number, question in enumerate(questions, 1):
         place = "resolver"
         if question.doubts:
             yield Hop(
@@ -125,9 +126,11 @@ def _lookups(questions: Sequence[Question]) -> Iterator[Hop]:
             or question.error
         )
         by = f", answered by {question.answered_by}" if question.answered_by else ""
-        details = list(_decided(question.fate, "output"))
-        if question.forwarded is not None:
-            details += [f"the agent asks {question.server} itself (uid 1337):", *_decided(question.forwarded, "output")]
+        details: list[str] = []
+        if number == len(questions):  # the rules are the same for every name that was tried
+            details += _decided(question.fate, "output")
+            if question.forwarded is not None:
+                details += [f"the agent asks {question.server} itself:", *_decided(question.forwarded, "output")]
         yield Hop(
             "lookup",
             place,
@@ -147,9 +150,9 @@ def _of(journey: Journey) -> Iterator[Hop]:
             and transit.fate.passes
             and any(s.matched and s.rule is not None and s.rule.decides for p in transit.fate.passes for s in p.steps)
         )
-        if transit.reached is None:
+        if transit.reached is None and transit.result is not None:
             yield Hop("node", "node", f"goes no further: {transit.why or transit.result}", _all_decided(transit.fate))
-        elif translated:
+        elif transit.reached is not None and translated:
             yield Hop("node", "node", f"{transit.packet.shown()}", _all_decided(transit.fate))
     if journey.received is not None and journey.reached is not None:
         yield _rules(journey.reached, journey.received, "prerouting", None)

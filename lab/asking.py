@@ -1,0 +1,224 @@
+"""``lab explain``: from what was typed to a prediction: of manifests, of a running lab, or of dumps alone."""
+
+from __future__ import annotations
+
+import ipaddress
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from lab.errors import InputError, ObservationError
+from lab.explain.explained import Explained
+
+if TYPE_CHECKING:
+    from lab.explain.counterfactual import Counterfactual
+    from lab.explain.ruleset import RuleSet
+    from lab.explain.xds import Config
+    from lab.explaining import Backend
+    from lab.manifests.model import FlowProtocol, FlowTo, Mesh, TrafficTest
+
+PORTS: Mapping[str, int] = {"http": 80, "tls": 443, "dns": 53, "dns-tcp": 53}
+"""The port that a protocol has where none was typed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What was typed. ``port`` 0: none."""
+
+    to: str
+    source: str = ""
+    protocol: FlowProtocol = "http"
+    uid: int | None = None
+    direction: Literal["in", "out"] = "out"
+    from_ip: str = ""
+    to_ip: str = ""
+    path: str = "/"
+    method: str = "GET"
+    headers: Mapping[str, str] = field(default_factory=dict)
+    authority: str = ""
+    sni: str = ""
+
+    def target(self) -> tuple[str, int]:
+        """Host and port of ``--to``.
+
+        Raises:
+            InputError: it is none, or the protocol needs a port.
+        """
+        host, port = split(self.to)
+        if port == 0 and self.protocol in PORTS and self.protocol not in ("dns", "dns-tcp"):
+            port = PORTS[self.protocol]
+        if port == 0 and self.protocol in ("tcp", "udp", "grpc"):
+            raise InputError(
+                f"--to {self.to}", why=f"protocol {self.protocol} needs a port", next_step="Write HOST:PORT"
+            )
+        return host, port
+
+
+def split(text: str) -> tuple[str, int]:
+    """``HOST``, ``HOST:PORT``, ``[IPV6]:PORT`` or a bare IPv6 address; port 0 if there is none. Raises InputError."""
+    try:
+        return str(ipaddress.ip_address(text.strip("[]"))), 0
+    except ValueError:
+        pass
+    host, colon, port = text.rpartition(":")
+    if not colon:
+        return text, 0
+    if not port.isdigit() or not 0 < int(port) < 65536 or (":" in host and not host.startswith("[")):
+        raise InputError(f"--to {text}", why="it is no HOST:PORT", next_step="Write e.g. catalog.catalog:8080")
+    return host.strip("[]"), int(port)
+
+
+def of_mesh(
+    mesh: Mesh,
+    question: Question,
+    backend: Backend = "auto",
+    *,
+    rules: Mapping[str, RuleSet] | None = None,
+    configs: Mapping[str, Config] | None = None,
+    why: bool = False,
+    changes: bool = True,
+) -> Explained:
+    """The prediction for a flow of a mesh.
+
+    Args:
+        rules, configs: what pods really have, instead of what init and discovery would make.
+
+    Raises:
+        InputError: no such pod, or nothing sensible was typed.
+    """
+    from lab import explaining
+
+    if not question.source:
+        raise InputError("where does the flow begin?", next_step="Give --from POD.NAMESPACE")
+    test = _test(mesh, question)
+    world = explaining.MeshWorld(
+        mesh,
+        backend,
+        rules_of=(rules or {}).get,
+        envoy_of=(configs or {}).get,
+    )
+    told = explaining.predict(world, test, why=why)
+    others: tuple[Counterfactual, ...] = ()
+    if changes:
+        from lab import whatif
+
+        others = whatif.counterfactuals(world, test, told)
+    return Explained(told.verdict, told.journeys, told.questions, counterfactuals=others)
+
+
+def _test(mesh: Mesh, question: Question) -> TrafficTest:
+    from lab.manifests.model import FlowFrom, Meta, TrafficTest
+
+    host, port = question.target()
+    pod = mesh.pod(question.source)
+    external = next((h.meta.name for h in mesh.external_hosts if h.meta.name == question.source), "")
+    target = mesh.pod(host)
+    if target is not None and not any(host in s.host(mesh.domain_suffix) for s in mesh.services):
+        host = target.ip
+    where = FlowFrom(
+        pod="" if pod is None and external else question.source,
+        external=external if pod is None else "",
+        uid=1000 if question.uid is None else question.uid,
+        spoof=question.from_ip,
+    )
+    to = _to(question, host, port)
+    return TrafficTest(Meta("explain"), where, to, {})
+
+
+def _to(question: Question, host: str, port: int) -> FlowTo:
+    from lab.manifests.model import FlowTo
+
+    return FlowTo(
+        host=host,
+        port=0 if question.protocol == "icmp" else port,
+        protocol=question.protocol,
+        path=question.path,
+        method=question.method,
+        headers=question.headers,
+        authority=question.authority,
+        sni=question.sni,
+    )
+
+
+def of_dumps(
+    question: Question, rules: Sequence[str], config: str | None, sets: Sequence[str] = (), *, why: bool = False
+) -> Explained:
+    """The prediction from dumps alone. Raises InputError."""
+    from lab import dumpworld
+    from lab.explaining import payload
+
+    host, port = question.target()
+    asked = dumpworld.Asked(
+        host=host,
+        port=port,
+        payload=payload(_to(question, host, port)),
+        protocol=question.protocol,
+        direction=question.direction,
+        uid=1000 if question.uid is None else question.uid,
+        source=_address(question.from_ip, "--from-ip"),
+        address=_address(question.to_ip, "--to-ip"),
+    )
+    return dumpworld.explain(dumpworld.read(rules, config, sets), asked, why=why)
+
+
+def _address(text: str, option: str) -> str:
+    if not text:
+        return ""
+    try:
+        return str(ipaddress.ip_address(text))
+    except ValueError:
+        raise InputError(f"{option} {text}", why="it is no IP address") from None
+
+
+def of_lab(name: str, question: Question, *, why: bool = False) -> Explained:
+    """The prediction for a running lab: with the rules and the configuration that the pods at both ends have now.
+
+    Raises:
+        InputError: no such pod. ObservationError: a pod's rules cannot be listed.
+    """
+    from lab import lifecycle, proxyconfig
+    from lab.explain.xds import from_resources
+
+    mesh = lifecycle.stored_mesh(name)
+    backend = str(lifecycle.inspect(name).get("iptables") or "auto")
+    rules: dict[str, RuleSet] = {}
+    configs: dict[str, Config] = {}
+    for pod in mesh.pods:
+        if pod.injected:
+            rules[pod.name] = live_rules(name, pod.name, backend)
+            configs[pod.name] = from_resources(proxyconfig.from_proxy(name, pod.name, "all"), "proxy")
+    return of_mesh(mesh, question, backend, rules=rules, configs=configs, why=why)  # type: ignore[arg-type]
+
+
+def live_rules(lab: str, place: str, backend: str) -> RuleSet:
+    """The rules of a place as the kernel has them.
+
+    Raises:
+        ObservationError: the listing program fails.
+    """
+    from lab.explain import iptables_save, nft_text
+    from lab.explain.ruleset import RuleSet
+    from lab.fabric import paths
+    from lab.trace.places import inside
+
+    with inside(paths.netns_path(lab, place)):
+        if backend == "native-nft":
+            text = _run(["nft", "list", "ruleset"])
+            return nft_text.parse(text, "nft") if text.strip() else RuleSet()
+        found = RuleSet()
+        for tool, family in (("iptables", "ipv4"), ("ip6tables", "ipv6")):
+            text = _run([f"{tool}-{backend}-save"])
+            if text.strip():
+                found = found.joined(iptables_save.parse(text, family, f"{tool}-save", backend))  # type: ignore[arg-type]
+        return found
+
+
+def _run(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise ObservationError("cannot list the rules", command[0], "the program is missing") from None
+    if done.returncode:
+        raise ObservationError("cannot list the rules", command[0], done.stderr.strip()[-200:])
+    return done.stdout
