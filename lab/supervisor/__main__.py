@@ -19,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = Options(**json.loads(argument))
     if options.detach and os.fork():
         os._exit(0)  # whoever waits for us may go on; the lab's parent is init
+    os.umask(0o022)  # pods' uids must read what we write for them
     options = replace(options, backend=backend.choose(options.backend))
     lab_id = record.new_id()
     modules = launch.MODULES + (launch.LEGACY_MODULES if options.backend == "legacy" else ())
