@@ -412,6 +412,7 @@ class FlowTo:
     """Where a flow goes. ``host`` is a name (looked up from the source pod) or an address.
 
     ``crafted`` sends one hand-made packet (raw socket) instead of a kernel connection; ``flags`` are its TCP flags.
+    ``silent`` opens a TCP connection and waits for the other side to speak first.
     ``authority`` replaces the HTTP Host header (default: host, with the port unless 80), ``sni`` the TLS server name.
     For ``dns`` flows ``host`` is the name that is looked up and ``server`` the resolver (default: resolv.conf's first).
     """
@@ -428,6 +429,7 @@ class FlowTo:
     flags: str = "S"
     server: str = ""
     query_type: Literal["A", "AAAA", "TXT", "SRV", "MX", "CNAME", "PTR"] = "A"
+    silent: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ def traffic_test(item: Item, pod_addresses: Mapping[str, str]) -> TrafficTest:
             flags=to.flags,
             server=to.server,
             query_type=to.query_type,
+            silent=to.silent,
         ),
         expect=expect["expect"],
         timeout=spec.timeout,

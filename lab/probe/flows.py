@@ -163,7 +163,8 @@ def _receive(attempt: Attempt, s: socket.socket, done: Callable[[bytes], bool]) 
 
 def _tcp(attempt: Attempt) -> None:
     with _connect(attempt) as s:
-        packets.put(s, packets.Raw(TCP_LINE))
+        if not attempt.order.silent:
+            packets.put(s, packets.Raw(TCP_LINE))
         data = _receive(attempt, s, lambda d: b"\n" in d or len(d) > 65536)
     attempt.sent.result = "ok"
     attempt.sent.body = _json(data.partition(b"\n")[0])

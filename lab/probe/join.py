@@ -132,7 +132,9 @@ def translate(
         here = entry.reply.src in addresses or _is_loopback(entry.reply.src)
         # Docker's resolver listens on another port of its own 127.0.0.11: that is Docker's translation, no capture.
         served = entry.reply.src == flow.dst and _is_loopback(flow.dst)
-        captured = here and not served and end != (flow.dst, flow.dport)
+        # An echo has no ports: what conntrack shows in their place is its identifier.
+        port_before = entry.reply.sport if flow.proto.startswith("icmp") else flow.dport
+        captured = here and not served and end != (flow.dst, port_before)
         port = entry.reply.sport if captured else None
         if captured and rule is not None and rule.position is None:
             rule = None  # an older entry with the same ports decided: no rule was asked
@@ -151,6 +153,22 @@ def onward(line: EnvoyLine | None, flow: Flow | None, captured: bool | None) -> 
         return None
     here, there = evidence_log.address(line.upstream_local), evidence_log.address(line.endpoint)
     return Flow("tcp", *here, *there) if here and there else None
+
+
+def tried(line: EnvoyLine | None) -> tuple[str, int] | None:
+    """Where Envoy tried to connect to without success: it knows no address of its own then, so the flow is not known."""
+    return evidence_log.address(line.endpoint) if line and not line.upstream_local else None
+
+
+def arrival(
+    sighting: Sighting | None, flow: Flow, listing: Listing, addresses: Collection[str], *, local: bool
+) -> Translation:
+    """What the pod that a flow reached made of it: at prerouting. A ``local`` flow goes over lo and meets nat before, at output;
+    where that lets it pass, TPROXY may take it at prerouting."""
+    found = translate(sighting, flow, listing, addresses, "prerouting")
+    if not local or (found.captured and found.by_trace):
+        return found
+    return translate(sighting, flow, listing, addresses, "output")
 
 
 def behind_node(flow: Flow, entries: Sequence[Entry]) -> Flow:
@@ -296,8 +314,7 @@ def _inbound(facts: Facts, evidence: dict[str, str]) -> Inbound | None:
     far = facts.far
     if far is None:
         return None
-    hook = "output" if far.local else "prerouting"
-    found = translate(far.sighting, far.flow, far.listing, far.addresses, hook)
+    found = arrival(far.sighting, far.flow, far.listing, far.addresses, local=far.local)
     peer = _peer(facts.sent.body, far.pod)
     line = far.line
     if found.captured is None and found.rule is None and line is None and peer is None:

@@ -29,6 +29,7 @@ class Order:
     spoof: str = ""
     server: str = ""
     query_type: str = "A"
+    silent: bool = False
 
     @classmethod
     def of(cls, test: TrafficTest) -> Order:
@@ -49,6 +50,7 @@ class Order:
             spoof=test.flow_from.spoof,
             server=to.server,
             query_type=to.query_type,
+            silent=to.silent,
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -189,7 +189,9 @@ async def _gather(ground: Ground, test: TrafficTest, source: Where, flight: Flig
     seen = [s for s in (outbound, dns, forwarded[1] if forwarded else None, upstream) if s]
     listing = await ground.listing(source.place, [p for s in seen for p in s.packets]) if pod else Listing()
     far = await _far(ground, source, further, line, marks, patience) if further else None
-    wire = await _wire(ground, flight, since, flow, forwarded[0] if same and forwarded else further, lookup=same)
+    own = (flow, forwarded[0] if same and forwarded else further)
+    tried = None if further else join.tried(line)
+    wire = await _wire(ground, flight, since, *own, tried, lookup=same)
     if not wire and not fenced:
         wire = None  # that nothing was seen proves nothing then
     return Facts(
@@ -283,7 +285,7 @@ async def _far(
         if sighting:
             listing = await ground.listing(pod, sighting.packets)
     addresses = ground.addresses(pod)
-    found = join.translate(sighting, flow, listing, addresses, "output" if local else "prerouting")
+    found = join.arrival(sighting, flow, listing, addresses, local=local)
     line = None
     if found.captured:
         request_id = client.request_id if client else None
@@ -292,10 +294,17 @@ async def _far(
 
 
 async def _wire(
-    ground: Ground, flight: Flight, since: float, flow: Flow | None, further: Flow | None, *, lookup: bool
+    ground: Ground,
+    flight: Flight,
+    since: float,
+    flow: Flow | None,
+    further: Flow | None,
+    tried: tuple[str, int] | None,
+    *,
+    lookup: bool,
 ) -> list[Seen] | None:
     """What left the source's link for this flow: its own packets, Envoy's (or the agent's) for it, and whatever else began
-    to go to its destination meanwhile and is nobody else's.
+    to go to its destination (or where Envoy ``tried`` to connect) meanwhile and is nobody else's.
 
     Of a lookup only its own and the agent's question count: others ask the same server for reasons of their own.
     """
@@ -303,11 +312,10 @@ async def _wire(
         return []
     own = dict.fromkeys(f for f in (flow, further) if f)
     which: list[dict[str, object]] = [{"outgoing": False, "since": since, **dataclasses.asdict(f)} for f in own]
-    if not lookup:
-        to: dict[str, object] = {"proto": flow.proto, "dst": flow.dst, "dport": flow.dport}
-        which.append({"outgoing": False, "since": since, **to})
+    ends = [] if lookup else list(dict.fromkeys([(flow.dst, flow.dport), tried or (flow.dst, flow.dport)]))
+    which += [{"outgoing": False, "since": since, "proto": flow.proto, "dst": dst, "dport": port} for dst, port in ends]
     found = await ground.crew.find(flight.place, which)
-    others = [] if lookup else found.pop()
+    found, others = found[: len(own)], [s for seen in found[len(own) :] for s in seen]
     begun = [s for s in others if s.flow not in own and s.first >= since and ("S" in s.flags or s.flow.proto != "tcp")]
     if begun:
         claimed = await ground.flights.of_others(flight)

@@ -54,6 +54,7 @@ class FlowTo(Spec):
     flags: Annotated[str, AfterValidator(_flags)] = "S"
     server: str = ""
     query_type: Literal["A", "AAAA", "TXT", "SRV", "MX", "CNAME", "PTR"] = "A"
+    silent: bool = False
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -63,6 +64,8 @@ class FlowTo(Spec):
             raise ValueError(f"protocol {self.protocol} needs a port")
         if self.protocol == "icmp" and self.port is not None:
             raise ValueError("icmp has no ports")
+        if self.silent and (self.protocol != "tcp" or self.crafted):
+            raise ValueError("only a tcp connection can be silent")
         if self.protocol in ("dns", "dns-tcp") and self.pod:
             raise ValueError("a lookup needs host: the name to look up")
         return self

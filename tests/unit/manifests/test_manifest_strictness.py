@@ -255,6 +255,11 @@ def errors_of(text: str) -> list[InputError]:
             "bad value of spec.from: f.yaml:9: TrafficTest t: exactly one of pod and external is needed",
         ),
         (
+            TEST
+            + "spec: {from: {pod: p.default}, to: {host: a, port: 80, silent: true}, expect: {outcome: {result: ok}}}\n",
+            "bad value of spec.to: f.yaml:9: TrafficTest t: only a tcp connection can be silent",
+        ),
+        (
             TEST + "spec: {from: {pod: p.default}, to: {host: a, port: 80}, expect: {}}\n",
             "bad value of spec.expect: f.yaml:9: TrafficTest t: expect is empty: such a test cannot fail",
         ),

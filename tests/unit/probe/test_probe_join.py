@@ -229,6 +229,32 @@ def test_tproxy_translates_nothing_so_the_rule_tells() -> None:
     assert (found.captured, found.redirected_to) == (True, 15006)
 
 
+def test_tproxy_takes_a_local_flow_where_it_comes_back_from_lo() -> None:
+    own = Flow("tcp", POD, 50000, POD, 8080)
+    passed_by = packet(own, "output", step("OUTPUT", "output", position=2))
+    taken = packet(own, "prerouting", step("ISTIO_TPROXY", "prerouting", table="mangle"))
+    over_lo = join.arrival(sighting([passed_by, taken], [entry(own, (POD, 8080))]), own, LISTING, {POD}, local=True)
+    assert (over_lo.captured, over_lo.redirected_to) == (True, 15006)
+    direct = join.arrival(sighting([passed_by], [entry(own, (POD, 8080))]), own, LISTING, {POD}, local=True)
+    assert direct.captured is False
+    assert direct.rule is not None
+    assert direct.rule.chain == "OUTPUT"
+
+
+def test_the_identifier_of_an_echo_is_no_port() -> None:
+    ping = Flow("icmpv6", "fd00::1", 700, "fd00::2", 0)
+    answered = entry(ping, ("fd00::2", 700))
+    assert join.translate(sighting([], [answered]), ping, LISTING, {"fd00::2"}, "prerouting").captured is False
+
+
+def test_where_envoy_could_not_connect_it_tried() -> None:
+    refused = replace(CLIENT, upstream_local=None)
+    assert join.tried(refused) == (FAR, 8080)
+    assert join.tried(CLIENT) is None
+    assert join.tried(replace(refused, endpoint=None)) is None
+    assert join.tried(None) is None
+
+
 def test_the_packet_that_met_nat_is_the_one_that_counts() -> None:
     repeated = packet(APP, "output")
     first = packet(APP, "output", step("ISTIO_REDIRECT", "output"))
