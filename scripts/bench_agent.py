@@ -40,7 +40,9 @@ def main() -> dict[str, Any]:
 
     Keys: ``envoy_alone_s`` (Envoy with the agent's bootstrap, from exec to live), ``ready_s`` (`python -m agent` from
     exec to READY=1), ``ready_forked_s`` (forked from a process with agent.preload), ``ready_beyond_envoy_s``,
-    ``ready_forked_beyond_envoy_s``, ``pss_mb``, ``pss_forked_mb``, and under ``dns`` queries a second and latencies.
+    ``ready_forked_beyond_envoy_s``, ``pss_mb``, ``pss_forked_mb``, ``cpu_s``, ``cpu_forked_s`` (processor time of the
+    agent until then), ``push_after_outage_s`` (from the return of discovery to a new name's first answer), and under
+    ``dns`` queries a second and latencies.
     """
     if os.geteuid() != 0:
         return {"skipped": "needs root"}
@@ -53,13 +55,16 @@ def main() -> dict[str, Any]:
             envoy = statistics.median(_envoy_alone(work / "exec0", net) for _ in range(RUNS))
             result["envoy_alone_s"] = envoy
             for prefix, runs in (("", starts), ("_forked", forks)):
-                seconds = statistics.median(run[0] for run in runs)
+                seconds, memory, processor = (statistics.median(values) for values in zip(*runs, strict=True))
                 result[f"ready{prefix}_s"] = seconds
                 result[f"ready{prefix}_beyond_envoy_s"] = seconds - envoy
-                result[f"pss{prefix}_mb"] = statistics.median(run[1] for run in runs)
+                result[f"pss{prefix}_mb"] = memory
+                result[f"cpu{prefix}_s"] = processor
             result = {key: round(value, 3) for key, value in result.items()}
             for key, value in result.items():
                 print(f"{key:<28} {value:9.3f}")
+        result["push_after_outage_s"] = round(statistics.median(_outage(work / f"out{n}", net) for n in range(3)), 3)
+        print(f"{'push_after_outage_s':<28} {result['push_after_outage_s']:9.3f}")
         with _discovery(work / "big", net, services=SERVICES):
             result["dns"] = _dns(work, net)
     return result
@@ -163,8 +168,11 @@ def _environment(directory: Path) -> dict[str, str]:
 # -- start
 
 
-def _exec_agent(directory: Path, net: str) -> tuple[float, float]:
-    """Seconds from exec to READY=1 and MB of PSS then."""
+Start = tuple[float, float, float]
+
+
+def _exec_agent(directory: Path, net: str) -> Start:
+    """Seconds from exec to READY=1, MB of PSS and seconds of processor time then."""
     directory.mkdir()
     with _notify_socket(directory / "notify") as ready, (directory / "log").open("wb") as log:
         started = time.perf_counter()
@@ -172,13 +180,13 @@ def _exec_agent(directory: Path, net: str) -> tuple[float, float]:
         process = _popen(net, *command, env=_environment(directory), cwd=directory, stdout=log, stderr=log)
         try:
             ready.recv(100)
-            return time.perf_counter() - started, _pss(process.pid)
+            return time.perf_counter() - started, _pss(process.pid), _processor(process.pid)
         finally:
             _end(process.pid)
             process.wait(DEADLINE)
 
 
-def _fork_agent(directory: Path, net: str) -> tuple[float, float]:
+def _fork_agent(directory: Path, net: str) -> Start:
     """The same for an agent that a preloaded process forks; a helper process does it, so that this one stays light."""
     directory.mkdir()
     with _notify_socket(directory / "notify") as ready:
@@ -193,7 +201,7 @@ def _fork_agent(directory: Path, net: str) -> tuple[float, float]:
             helper.stdin.flush()
             pid = int(helper.stdout.readline())
             ready.recv(100)
-            result = time.perf_counter() - started, _pss(pid)
+            result = time.perf_counter() - started, _pss(pid), _processor(pid)
             _end(pid)
             helper.wait(DEADLINE)
             return result
@@ -232,6 +240,44 @@ def _pss(pid: int) -> float:
     match = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
     assert match is not None
     return int(match[1]) / 1024
+
+
+def _processor(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _outage(directory: Path, net: str) -> float:
+    """Seconds from the READY=1 of a new discovery until the agent answers for a name that only this one has."""
+    directory.mkdir()
+    command = [sys.executable, "-m", "agent", "proxy", "sidecar"]
+    with _notify_socket(directory / "notify") as ready, (directory / "log").open("wb") as log:
+        with _discovery(directory / "first", net, services=2):
+            process = _popen(net, *command, env=_environment(directory), cwd=directory, stdout=log, stderr=log)
+            ready.recv(100)
+        with _stopped(process):
+            # Long enough for Envoy's back-off to reach its limit.
+            time.sleep(3)
+            with _discovery(directory / "second", net, services=3):
+                started = time.perf_counter()
+                _wait_for_name(net, "s2.bench.svc.cluster.local")
+                return time.perf_counter() - started
+
+
+def _wait_for_name(net: str, name: str) -> None:
+    import dns.flags
+    import dns.message
+    import dns.query
+
+    query = dns.message.make_query(name, "A")
+    give_up = time.monotonic() + DEADLINE
+    with _entered(net):
+        while time.monotonic() < give_up:
+            answer = dns.query.udp(query, "127.0.0.1", timeout=1, port=AGENT_PORT)
+            if answer.flags & dns.flags.AA:
+                return
+            time.sleep(0.01)
+    raise TimeoutError(f"no answer for {name}")
 
 
 def _envoy_alone(directory: Path, net: str) -> float:
