@@ -130,7 +130,7 @@ def payload(to: FlowTo) -> Payload:
     if to.protocol == "tls":
         sni = to.sni or to.host
         return Payload("http1", ClientTls("" if is_address(sni) else sni), dataclasses.replace(request, scheme="https"))
-    return Payload("opaque")
+    return Payload("silent" if to.silent else "opaque")
 
 
 _FLAGS = {"F": "FIN", "S": "SYN", "R": "RST", "P": "PSH", "A": "ACK", "U": "URG"}

@@ -41,7 +41,7 @@ class Decision:
     without any healthy one), ``answer`` (an HTTP status that Envoy itself gives), ``closed`` (the connection ends). ``flags`` and
     ``details`` are Envoy's, as they are when nothing goes wrong further on. ``tls``: the connection's TLS ended here. ``source``
     and ``mark`` are the address and packet mark of the connection onward where a listener filter keeps the client's; ``wanted`` the
-    host and port that a filter took from the SNI.
+    host and port that a filter took from the SNI. ``waits``: it waits for bytes that do not come.
     """
 
     listener: str | None = None
@@ -71,6 +71,7 @@ class Decision:
     source: str = ""
     mark: int = 0
     wanted: tuple[str, int] | None = None
+    waits: bool = False
 
     @property
     def speech(self) -> Speech:
@@ -103,6 +104,8 @@ def decide(config: Config, connection: Connection, lookup: Resolve | None = None
         passed=chosen.passed,
         detected=detected,
     )
+    if chosen.detected.waits:
+        return (replace(base, waits=True, flags=""),)
     if chosen.chain is None:
         return (replace(base, closed=True, flags="NR", details="filter_chain_not_found"),)
     chain = chosen.chain
@@ -185,6 +188,9 @@ def _http(
     config: Config, base: Decision, manager: Json, connection: Connection, lookup: Resolve | None
 ) -> Iterator[Decision]:
     base = replace(base, http=True)
+    if connection.first_bytes == "silent":
+        yield replace(base, waits=True, flags="")
+        return
     route_config, missing = _route_config(config, manager)
     if connection.first_bytes not in ("http1", "h2"):
         # The codec cannot read it; it answers 400 in plain HTTP/1.1, with no route taken.
@@ -284,7 +290,7 @@ def _authority(request: Request | None) -> tuple[str, int] | None:
     return host.strip("[]"), int(port) if port else 443 if request.scheme == "https" else 80
 
 
-UpstreamResult = Literal["ok", "refused", "timeout", "unreachable", "closed", "tls-refused"]
+UpstreamResult = Literal["ok", "refused", "timeout", "unreachable", "closed", "tls-refused", "silence"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,13 +307,17 @@ def reply(decision: Decision, result: UpstreamResult, status: int | None) -> Rep
     """What becomes of a flow whose upstream ended so.
 
     Args:
-        result: of the connection to the endpoint: it answered, refused, did not answer, ended without a byte, or failed
-            the TLS handshake.
+        result: of the connection to the endpoint: it answered, refused, did not answer, ended without a byte, failed the TLS
+            handshake, or stayed silent until the client went away.
         status: of the answer, if it was HTTP.
     """
     if result == "ok":
         flags = "URX" if status is not None and status in decision.retried else decision.flags
         return Reply("ok", status, flags, decision.details)
+    if result == "silence":
+        return Reply(
+            "timeout", None, "DC" if decision.http else "-", "downstream_remote_disconnect" if decision.http else None
+        )
     if not decision.http:
         failed = result in ("refused", "timeout", "unreachable", "tls-refused")
         return Reply("timeout" if result == "timeout" else "closed", None, "UF,URX" if failed else "-", None)
@@ -318,8 +328,7 @@ def reply(decision: Decision, result: UpstreamResult, status: int | None) -> Rep
         "refused": "remote_connection_failure|delayed_connect_error:_Connection_refused",
         "unreachable": "remote_connection_failure|delayed_connect_error:_No_route_to_host",
         "timeout": "connection_timeout",
-        "tls-refused": "remote_connection_failure",
-    }[result]
+    }.get(result, "remote_connection_failure")
     flags = "URX,UF" if decision.retries else "UF"
     return Reply("ok", 503, flags, f"upstream_reset_before_response_started{{{reason}}}")
 

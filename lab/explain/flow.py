@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Speech = Literal["http1", "h2", "tls", "opaque"]
-"""First bytes: an HTTP/1 request line, an HTTP/2 preface, a TLS client hello, or anything else."""
+Speech = Literal["http1", "h2", "tls", "opaque", "silent"]
+"""First bytes: an HTTP/1 request line, an HTTP/2 preface, a TLS client hello, anything else, or none at all."""
 
 
 @dataclass(frozen=True, slots=True)

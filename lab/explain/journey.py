@@ -239,6 +239,9 @@ def _decided(
     decision = journey.decision
     assert decision is not None
     payload = _unwrapped(payload, decision)
+    if decision.waits:
+        yield replace(journey, result="silence")
+        return
     if decision.answer is not None or decision.closed or decision.upstream is None:
         yield _by_proxy(journey, decision, payload)
         return
@@ -253,7 +256,7 @@ def _decided(
         if endpoint.doubt:
             now = replace(now, doubts=(*now.doubts, endpoint.doubt))
         onward = _payload(decision, endpoint, payload, place)
-        source = decision.source or decision.upstream.source or _source(place, endpoint.address)
+        source = decision.source or decision.upstream.source(endpoint.address) or _source(place, endpoint.address)
         first = Packet(
             6, source, endpoint.address, 0, endpoint.port, uid=place.proxy_uid, gid=place.proxy_gid, mark=decision.mark
         )

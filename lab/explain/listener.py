@@ -13,16 +13,20 @@ from typing import Any
 
 from lab.explain.flow import Connection
 from lab.explain.packet import loopback
-from lab.explain.xds import Config, Json, socket_address, type_of
+from lab.explain.xds import Config, Json, seconds, socket_address, type_of
 
 
 @dataclass(frozen=True, slots=True)
 class Detected:
-    """What a listener knows of a connection: transport protocol, application protocols, server name."""
+    """What a listener knows of a connection: transport protocol, application protocols, server name.
+
+    ``waits``: a filter waits for bytes that do not come.
+    """
 
     transport: str
     protocols: tuple[str, ...] = ()
     sni: str = ""
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +97,17 @@ def inspect(listener: Json, connection: Connection) -> tuple[Detected, tuple[str
     transport, sni = "", ""
     protocols: tuple[str, ...] = ()
     doubts: list[str] = []
+    silent = connection.first_bytes == "silent"
+    waits = False
     for filter_ in listener.get("listener_filters", ()):
         if disabled(filter_.get("filter_disabled"), connection.dport):
             continue
         kind = type_of(filter_) or str(filter_.get("name", "")).rpartition(".")[2]
         kind = kind.replace("_", "").lower()
-        if kind == "tlsinspector":
+        if silent and kind in ("tlsinspector", "httpinspector"):
+            # Without a time limit it waits for ever.
+            waits = waits or seconds(listener.get("listener_filters_timeout", "15s")) == 0
+        elif kind == "tlsinspector":
             if connection.tls is not None:
                 transport, sni, protocols = "tls", connection.tls.sni, connection.tls.alpn
         elif kind == "httpinspector":
@@ -106,7 +115,7 @@ def inspect(listener: Json, connection: Connection) -> tuple[Detected, tuple[str
                 protocols = {"http1": ("http/1.1",), "h2": ("h2c",)}.get(connection.first_bytes, protocols)
         elif kind not in ("originaldst", "originalsrc", "metadataexchange", "setfilterstate"):
             doubts.append(f"listener filter {filter_.get('name', kind)} is not evaluated")
-    return Detected(transport or "raw_buffer", tuple(protocols), sni.lower()), tuple(doubts)
+    return Detected(transport or "raw_buffer", tuple(protocols), sni.lower(), waits), tuple(doubts)
 
 
 def disabled(predicate: Json | None, port: int) -> bool:

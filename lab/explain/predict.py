@@ -144,7 +144,7 @@ def _one(flow: Flow, journey: Journey, dns: Dns | None) -> Verdict:
         out = Outbound(captured, journey.port if captured else None, found)
         if journey.sent is not None and journey.sent.end == "undecided":
             out = Outbound(None, None, None)
-    by_envoy = journey if captured and journey.decision is not None else None
+    by_envoy = journey if captured and journey.decision is not None and not journey.decision.waits else None
     far = journey.next if captured else journey
     inbound = _inbound(flow, far, captured) if far is not None else None
     return Verdict(
@@ -213,7 +213,7 @@ def _inbound(flow: Flow, far: Journey, captured_before: bool) -> Inbound | None:
         return None
     if captured_before and far.local and not far.captured:
         return None  # the proxy's own helper, e.g. its DNS server
-    decision = far.decision if far.captured else None
+    decision = far.decision if far.captured and far.decision is not None and not far.decision.waits else None
     return Inbound(
         pod=far.reached,
         captured=far.captured,
@@ -274,7 +274,7 @@ def _outcome(flow: Flow, journey: Journey) -> Outcome | None:
         return None
     if result == "loop":
         return Outcome("timeout", error="the proxy gets its own connection back, again and again")
-    if journey.delay >= flow.timeout or result == "timeout":
+    if result == "timeout" or result == "silence" or journey.delay >= flow.timeout:
         return Outcome("timeout")
     if result == "tls-refused":
         return Outcome("closed")

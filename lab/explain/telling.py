@@ -237,6 +237,7 @@ def _envoy(journey: Journey) -> Iterator[Hop]:
         yield Hop("cluster", place, f"cluster {decision.cluster}", _cluster_details(decision, journey))
     if decision.upstream is None or journey.endpoint is None:
         ends = f"answers {decision.answer}" if decision.answer is not None else "closes the connection"
+        ends = "waits for bytes that do not come" if decision.waits else ends
         if decision.doubts and decision.answer is None and not decision.closed:
             ends = "undecided"
         yield Hop(
@@ -259,8 +260,9 @@ def _cluster_details(decision: Decision, journey: Journey) -> tuple[str, ...]:
         tls = journey.endpoint.tls
         spoken = f"TLS, SNI {tls.sni or 'none'}, ALPN {','.join(tls.alpn) or 'none'}" if tls else "plain text"
         found.append(f"endpoint {journey.endpoint} ({spoken})")
-    if upstream.source:
-        found.append(f"its connection comes from {upstream.source}")
+    source = upstream.source(journey.endpoint.address) if journey.endpoint else ""
+    if source:
+        found.append(f"its connection comes from {source}")
     return tuple(found)
 
 

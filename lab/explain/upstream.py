@@ -48,18 +48,22 @@ class Endpoint:
 @dataclass(frozen=True, slots=True)
 class Upstream:
     """A cluster as one flow meets it. Without endpoints there is no healthy host. ``known`` is False if no such cluster
-    exists. ``source`` is the address that connections come from, empty: the machine's choice. ``protocol`` of requests. ``limits``
+    exists. ``sources`` are the addresses that connections come from, none: the machine's choice. ``protocol`` of requests. ``limits``
     are circuit breakers that somebody set: other traffic may use them up."""
 
     cluster: str
     known: bool
     endpoints: tuple[Endpoint, ...] = ()
     protocol: str = "http1"
-    source: str = ""
+    sources: tuple[str, ...] = ()
     connect_timeout: float = 5.0
     doubts: tuple[str, ...] = ()
     kind: str = ""
     limits: tuple[str, ...] = ()
+
+    def source(self, destination: str) -> str:
+        """The address that a connection to ``destination`` comes from; empty: the machine's choice."""
+        return next((a for a in self.sources if (":" in a) == (":" in destination)), "")
 
 
 def resolve(
@@ -92,13 +96,15 @@ def resolve(
     else:
         endpoints, more = _listed(config, cluster, kind, lookup)
         doubts += more
-    bind = (cluster.get("upstream_bind_config") or {}).get("source_address") or {}
+    bind = cluster.get("upstream_bind_config") or {}
+    sources = [bind.get("source_address") or {}]
+    sources += [e.get("address") or {} for e in bind.get("extra_source_addresses", ())]
     return Upstream(
         cluster=name,
         known=True,
         endpoints=endpoints,
         protocol=protocol_of(cluster, connection),
-        source=str(bind.get("address", "")),
+        sources=tuple(str(s["address"]) for s in sources if s.get("address")),
         connect_timeout=seconds(cluster.get("connect_timeout", "5s")),
         doubts=tuple(doubts),
         kind=kind,

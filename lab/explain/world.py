@@ -16,8 +16,11 @@ from lab.explain.xds import Config
 Speaks = Literal["http", "https", "tls", "tcp", "grpc", "auto", "udp", "dns", "status", "admin", "unknown"]
 """What a program answers to: see `serve`. ``status`` and ``admin`` are the agent's and Envoy's own HTTP servers."""
 
-Result = Literal["ok", "closed", "refused", "timeout", "no-answer", "unreachable", "tls-refused", "loop", "unknown"]
-"""How a connection ends for whoever opened it. ``loop``: a proxy gets its own connection back, again and again."""
+Result = Literal[
+    "ok", "closed", "refused", "timeout", "no-answer", "unreachable", "tls-refused", "loop", "silence", "unknown"
+]
+"""How a connection ends for whoever opened it. ``loop``: a proxy gets its own connection back, again and again.
+``silence``: it is open, and nothing comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,8 @@ def serve(speaks: Speaks, payload: Payload) -> Served:
     if speaks == "unknown":
         return Served("unknown")
     first, request = payload.first_bytes, payload.request
+    if first == "silent":
+        return Served("silence")
     if speaks in ("https", "tls"):
         if payload.tls is None:
             return Served("closed")
