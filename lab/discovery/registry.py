@@ -604,7 +604,9 @@ class Registry:
             ports = [Port(p.port, p.name, p.protocol, p.target or p.port) for p in entry.ports]
             if entry.workload_selector is not None:
                 for pod in self._pods_selected(service.namespace, entry.workload_selector):
-                    base = replace(self._pod_endpoint(pod), health="HEALTHY" if pod.ready else "UNHEALTHY")
+                    if not pod.ready:
+                        continue  # an entry selects ready pods only (kube/controller/pod.go: onEvent)
+                    base = replace(self._pod_endpoint(pod), health="UNKNOWN")
                     out.extend(replace(base, port=int(p.target) or p.port, port_name=p.name) for p in ports)
                 for workload in self.workload_entries:
                     labels = {**workload.meta.labels, **workload.endpoint.labels}
