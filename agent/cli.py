@@ -84,7 +84,7 @@ def _help() -> str:
 
 def _init(command: str, rest: list[str]) -> int:
     """Becomes `python -m init`: the two packages do not import each other."""
-    clean = ["--clean"] if command == "istio-clean-iptables" else []
+    clean = ["--cleanup-only"] if command == "istio-clean-iptables" else []
     os.execv(sys.executable, [sys.executable, "-m", "init", *clean, *rest])
 
 

@@ -11,7 +11,6 @@ import itertools
 import logging
 import os
 import time
-import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -193,6 +192,8 @@ class SDSServer:
         return self._crl if self._crl and os.path.exists(self._crl) else ""
 
     async def _send(self, client: _Client, names: Iterable[str], context: Any) -> None:
+        import uuid
+
         from envoy.service.discovery.v3 import discovery_pb2
 
         response = discovery_pb2.DiscoveryResponse(type_url=SECRET_TYPE)

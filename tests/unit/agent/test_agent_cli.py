@@ -244,13 +244,17 @@ def test_help(tmp_path: Path) -> None:
     assert "--proxyLogLevel" in agent("proxy", "--help", cwd=tmp_path).stdout
 
 
-def test_the_iptables_commands_are_init(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "flags_of_init"), [("istio-iptables", []), ("istio-clean-iptables", ["--cleanup-only"])]
+)
+def test_the_iptables_commands_are_init(command: str, flags_of_init: list[str], tmp_path: Path) -> None:
     own = subprocess.run(
-        [sys.executable, "-m", "init", "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    env = {"PYTHONPATH": str(ROOT)}
-    ours = agent("istio-iptables", "--dry-run", cwd=tmp_path, env=env)
+        [sys.executable, "-m", "init", *flags_of_init, "--dry-run"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    ours = agent(command, "--dry-run", cwd=tmp_path)
     assert (ours.returncode, ours.stdout) == (own.returncode, own.stdout)
+    assert own.returncode == 0
 
 
 @pytest.fixture
