@@ -18,7 +18,7 @@ from lab.fabric.paths import ENV_MARK
 from lab.probe.orders import Order, Sent
 from lab.probe.wire import Seen
 from lab.runtime import channel
-from lab.runtime.client import clean_environ
+from lab.runtime.launch import clean_environ
 from lab.trace.flows import Flow
 
 _START = 30.0  # seconds; scapy alone takes one

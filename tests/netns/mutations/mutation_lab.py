@@ -23,8 +23,8 @@ from lab.manifests.load import load
 from lab.manifests.model import Mesh, TrafficTest
 from lab.probe import runner
 from lab.runtime import enter, files, workload
-from lab.runtime.client import clean_environ
 from lab.runtime.identity import Identity
+from lab.runtime.launch import clean_environ
 from lab.trace import conntrack, netlink
 from lab.verdict import Verdict
 

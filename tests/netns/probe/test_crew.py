@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import pytest
-from conftest import Yard
+from probe_yard import Yard
 
 from lab.errors import ObservationError
 from lab.probe.crew import Crew, Where, launch
