@@ -31,12 +31,14 @@ from lab.runtime.client import Ended, Place, PlaceSpec, Process, Zygote
 from lab.runtime.lines import ask, error_to_json
 from lab.runtime.logs import Log, last_error
 from lab.runtime.spawn import ProcessSpec
+from lab.supervisor.credentials import Credentials
 from lab.supervisor.options import Options
 
 _AT_ONCE = 8  # pods that start at the same time: more only take turns on the processors
 _GRACE = 30.0  # seconds a drain may take: Kubernetes' terminationGracePeriodSeconds
 _KEPT_EVENTS = 1000
 _SETTLE = 1.0  # seconds that proxies may take to answer what they were sent last, once they are ready
+_REJECTION_PAUSE = 1.0  # seconds between looks at what was rejected: discovery does not say so by itself
 _HEALTH_PORT = 15021
 _HEALTH_PAUSE = 0.02
 
@@ -77,6 +79,8 @@ class Supervisor:
         self._stopped = stopped
         self._down: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._answers: set[asyncio.Task[None]] = set()
+        self._credentials = Credentials(known.name)
+        self._keeping: asyncio.Task[None] | None = None
 
     # --- up ---------------------------------------------------------------------------------
 
@@ -105,6 +109,8 @@ class Supervisor:
         finally:
             services.cancel()
         await self._tell_nacks()
+        meshed = [pod for pod in self._mesh.pods if pod.injected]
+        self._keeping = asyncio.create_task(self._credentials.keep(meshed, self._not_renewed))
         self._zygote.gone.add_done_callback(lambda _: self._zygote_ended())
         self._log.write("ready", True, pods=len(self._pods), iptables=self._backend, seconds=f"{self._seconds():.2f}")
         await self._listen()
@@ -142,7 +148,7 @@ class Supervisor:
         everything = (*self._pods.values(), *self._hosts.values())
         try:
             async with asyncio.timeout(self._options.timeout):
-                await _all(asyncio.shield(services), *map(start, everything))
+                await self._unless_rejected(_all(asyncio.shield(services), *map(start, everything)))
         except TimeoutError:
             if not services.done():
                 raise LabError(
@@ -150,6 +156,24 @@ class Supervisor:
                 ) from None
             late = next(r for r in everything if not r.ready)
             raise await self._not_ready(late, f"after {self._options.timeout:g} s {late.reason}") from None
+
+    async def _unless_rejected(self, starting: Coroutine[Any, Any, None]) -> None:
+        """Ends the wait for pods when one of them cannot become ready any more.
+
+        Raises:
+            InputError: an Envoy rejected its listeners or clusters; without them it is never ready.
+        """
+        doing = asyncio.ensure_future(starting)
+        try:
+            while not (await asyncio.wait([doing], timeout=_REJECTION_PAUSE))[0]:
+                for name, error in (await self._nacks()).items():
+                    running = self._pods.get(name)
+                    if running is not None and not running.ready and error.startswith(("LDS", "CDS")):
+                        raise await self._not_ready(running, running.reason)
+            await doing
+        finally:
+            doing.cancel()
+            await asyncio.gather(doing, return_exceptions=True)
 
     async def _start_pod(
         self, running: Running, pod: Pod, expose: tuple[str, ...], services: asyncio.Future[None]
@@ -166,6 +190,8 @@ class Supervisor:
         await asyncio.shield(services)
         await self._observe(pod.name)
         agent = workload.agent(self._mesh, pod)
+        if agent is not None:
+            await self._credentials.mount(pod)
         specs = ([agent] if agent else []) + list(workload.apps(self._mesh, pod))
         running.reason = f"it waits for {' and '.join(spec.name for spec in specs)}"
         await _all(*(self._start_process(running, spec) for spec in specs))
@@ -293,6 +319,9 @@ class Supervisor:
             await ask(files.discovery_socket(self._lab), {"op": "wait", "timeout": _SETTLE}, timeout=2 * _SETTLE)
         for pod, error in (await self._nacks()).items():
             self._event("nack", pod, error=error)
+
+    def _not_renewed(self, pod: Pod, error: LabError) -> None:
+        self._event("token-not-renewed", pod.name, error=str(error))
 
     def _event(self, what: str, place: str, **fields: object) -> None:
         self._events.append({"time": time.time(), "event": what, "place": place, **fields})
@@ -453,6 +482,8 @@ class Supervisor:
             LabError: something could not be removed.
         """
         self._ending = True
+        if self._keeping is not None:
+            self._keeping.cancel()
         if self._control is not None:
             self._control.close()
         if self._fabric is not None:

@@ -412,7 +412,7 @@ def test_configuration_that_envoy_rejects_is_told_in_its_words(name: str, tmp_pa
         "    enableAutoMtls: false\n    accessLogFile: /dev/stdout\n    accessLogFormat: '%NO_SUCH_COMMAND%'",
     )
     with pytest.raises(InputError, match=r"pod web\.shop did not become ready: .*rejected LDS: .*NO_SUCH_COMMAND"):
-        lifecycle.Lab.up(load([manifests(tmp_path, bad)]), name, timeout=6.0)
+        lifecycle.Lab.up(load([manifests(tmp_path, bad)]), name, timeout=600.0)  # it need not be waited for
     assert not paths.run_dir(name).exists()
 
 
@@ -497,7 +497,7 @@ def test_mesh_without_files_is_refused() -> None:
 
 
 def test_runs_from_a_checkout_and_a_venv_that_only_root_can_reach(name: str) -> None:
-    """All code lies below a directory of mode 0700, as in a clone under /root."""
+    """All code lies below a directory of mode 0700, as in a clone under /root; what the lab writes, pods can read."""
     base = Path("/root", name)
     base.mkdir(mode=0o700)
     try:
@@ -508,7 +508,7 @@ def test_runs_from_a_checkout_and_a_venv_that_only_root_can_reach(name: str) -> 
         (checkout / "mesh.yaml").write_text(MESH)
         environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
         up = [python, "-m", "lab", "up", "mesh.yaml", "-d", "--name", name, "--json"]
-        done = subprocess.run(up, cwd=checkout, env=environ, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(up, cwd=checkout, env=environ, capture_output=True, text=True, timeout=60, umask=0o077)
         assert done.returncode == 0, done.stderr
         (web,) = json.loads(done.stdout)["pods"]
         script = "import agent, sys; print(agent.__file__, sys.prefix, __import__('lab.apps.web').__name__)"
