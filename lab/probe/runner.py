@@ -260,7 +260,10 @@ async def _line(
         if line.get("downstream_remote") != remote:
             return False
         parsed = evidence_log.parse(line)
-        return join.belongs(parsed, flow, entry) and request_id in (None, parsed.request_id)
+        # Of a connection that was not taken as HTTP, or not taken at all, there is one line and no id.
+        return join.belongs(parsed, flow, entry) and (
+            parsed.request_id is None or request_id in (None, parsed.request_id)
+        )
 
     found = await ground.journal.find(path, is_it, marks[path], wait)
     return evidence_log.parse(found) if found else None

@@ -12,6 +12,8 @@
             log/app.log                             standard output of the app
             log/evidence.jsonl                      Envoy's evidence lines
             log/echo.jsonl                          what the echo app saw of each flow
+            var/run/secrets/tokens/istio-token      the pod's service account token
+            var/run/secrets/istio/root-cert.pem     the mesh's root certificate
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ AGENT_LOG = "log/agent.log"
 APP_LOG = "log/app.log"
 EVIDENCE = "log/evidence.jsonl"
 ECHO = "log/echo.jsonl"
+TOKEN = "var/run/secrets/tokens/istio-token"
+ROOT_CERT = "var/run/secrets/istio/root-cert.pem"
 
 
 def inside(name: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 from lab.fabric import paths
 from lab.manifests import injection, protocol
@@ -172,6 +173,7 @@ def pod_files(pod: Pod) -> tuple[Owner, ...]:
         Owner("etc/istio/pod", PROXY_UID),
         Owner("etc/istio/pod/labels", PROXY_UID, etc.downward_api(pod.meta.labels)),
         Owner("etc/istio/pod/annotations", PROXY_UID, etc.downward_api(pod.meta.annotations)),
+        *(Owner(path, PROXY_UID) for path in _parents(files.TOKEN, files.ROOT_CERT)),
         Owner(files.ECHO, app.uid, ""),
     )
 
@@ -327,6 +329,12 @@ def _echo(
         log=files.inside(files.APP_LOG.replace("app", process)),
         notify=True,
     )
+
+
+def _parents(*paths_below: str) -> list[str]:
+    """The directories that files lie in, outermost first."""
+    found = {str(parent) for path in paths_below for parent in PurePosixPath(path).parents if parent.name}
+    return sorted(found)
 
 
 def _directories(uid: int) -> tuple[Owner, ...]:
