@@ -159,8 +159,6 @@ class LibIPTC(Restore):
             tool.change({family: changes[family] for family in strange})
 
     def _change(self, family: Family, made: Sequence[edits.TableEdit]) -> None:
-        global _family
-        _family = family
         with ExitStack() as stack:
             tables = []
             for edit in made:
@@ -186,14 +184,33 @@ class LibIPTC(Restore):
             table.delete_chain(name)
         for name in edit.new:
             table.create_chain(name)
-        comments = self.comments
         for rule in edit.rules:
-            # The entry itself, not Chain.append_rule: that parses each extension's own output again, through fd 1.
-            entry = _rule(family, table, rule, comments).rule
+            made = entry(family, rule, self.comments)
             if rule.position is None:
-                table.append_entry(rule.chain, entry)
+                table.append_entry(rule.chain, made)
             else:
-                table.insert_entry(rule.chain, entry, rule.position - 1)
+                table.insert_entry(rule.chain, made, rule.position - 1)
+
+
+_entries: dict[tuple[Family, tuple[object, ...], str], Any] = {}
+
+
+def entry(family: Family, rule: Rule, comments: bool = False) -> Any:
+    """The bytes of a rule as libiptc takes them; made once in a process and its forked children.
+
+    Chain and position are no part of them; a jump holds the chain's name until libiptc knows where it is. The
+    library's own Chain.append_rule is not used: it parses each extension's output a second time, through fd 1.
+
+    Raises:
+        iptc.XTablesError, AttributeError, ValueError: an extension refuses a value.
+    """
+    key = (family, (rule.matches, type(rule.target), rule.target), rule.comment if comments else "")
+    made = _entries.get(key)
+    if made is None:
+        global _family
+        _family = family
+        made = _entries[key] = _rule(family, rule, comments).rule
+    return made
 
 
 @contextmanager
@@ -210,7 +227,7 @@ def _explained(family: Family, table: str) -> Iterator[None]:
 def _table(family: Family, name: str) -> Iterator[Any]:
     """A table opened in the present network namespace, closed again without a commit of its own."""
     kind = iptc.Table if family == "ipv4" else iptc.Table6
-    # To tell a chain from a target the library opens every table that it believes to exist.
+    # Reading a rule the library opens every table that it believes to exist, to tell a chain from a target.
     kind.existing_table_names = {other: other == name for other in kind.ALL}
     kind._cache.pop(name, None)
     table = kind(name, autocommit=False)
@@ -246,12 +263,8 @@ def _in_child(work: Callable[[], None]) -> None:
         )
 
 
-def _rule(family: Family, table: Any, rule: Rule, comments: bool) -> Any:
-    made = (
-        iptc.Rule(chain=iptc.Chain(table, rule.chain))
-        if family == "ipv4"
-        else iptc.Rule6(chain=iptc.Chain(table, rule.chain))
-    )
+def _rule(family: Family, rule: Rule, comments: bool) -> Any:
+    made = iptc.Rule() if family == "ipv4" else iptc.Rule6()
     # The protocol goes first: extensions read it when they parse their options.
     for match in sorted(rule.matches, key=lambda match: not isinstance(match, Proto)):
         _add_match(made, match)
@@ -301,7 +314,8 @@ def _set_interface(ip: Any, match: Interface) -> None:
 
 def _set_target(made: Any, target: Target) -> None:
     if isinstance(target, Jump):
-        made.create_target(target.to)
+        # A name that the library knows saves it from looking for the chain in every table.
+        made.create_target("ACCEPT").standard_target = target.to
     elif isinstance(target, Redirect):
         made.create_target("REDIRECT").set_parameter("to-ports", target.port)
     elif isinstance(target, SetMark):

@@ -8,6 +8,7 @@ Source: istio/istio: tools/istio-nftables/pkg/capture/run.go.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -46,7 +47,7 @@ class NFTables(NamedTuple):
         Raises:
             InitError: nft cannot list them, or was built without JSON.
         """
-        result = self._nft(["nft", "-j", "list", "ruleset", "inet"], "")
+        result = self._nft("list ruleset inet", as_json=True)
         if result.code:
             raise failure("nft cannot list the rules", result)
         return native_state.compare(rules, result.out)
@@ -65,14 +66,21 @@ class NFTables(NamedTuple):
         self._run(native.cleanup())
 
     def _run(self, script: str) -> None:
-        result = self._nft(["nft", "-f", "-"], script)
+        result = self._nft(script)
         if result.code:
             raise failure("nft refused the rules", result)
 
-    def _nft(self, argv: Sequence[str], text: str) -> Output:
+    def _nft(self, script: str, as_json: bool = False) -> Output:
+        # Loaded by init.preload only: a single run is quicker without ctypes.
+        library = sys.modules.get(f"{__package__}.libnftables")
+        if library is not None and library.loaded() and not self.tools.sandbox:
+            result: Output = library.run(script, as_json)
+            return result
         if not self.tools.find("nft"):
             where = "on the host" if self.cni else "in the sidecar container image"
             raise InitError(
                 "nativeNftables is enabled", f"the nft binary is missing {where}", "Install the package nftables"
             )
-        return self.tools.run(argv, text)
+        if as_json:
+            return self.tools.run(["nft", "-j", script])
+        return self.tools.run(["nft", "-f", "-"], script)

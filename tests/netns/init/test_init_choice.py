@@ -195,7 +195,7 @@ def validate(pods: Net, *args: str, uid: int = 1337, path: str = "") -> tuple[in
         with contextlib.redirect_stderr(err):
             code = cli.main(
                 ["--skip-rule-apply", "--run-validation", "--probe-timeout=200ms", "--ipv6=off", "-u", "1337", *args],
-                {},
+                {"PATH": path},
             )
         return [code, err.getvalue()]
 

@@ -1,0 +1,178 @@
+"""How long init takes: as a program from a cold start, and as a call in a forked child.
+
+Each run works in a network namespace of its own, made for the run. Cold: the whole process, from exec to exit, with
+its rules applied. Per pod: ``init.cli.main`` in a forked child of a process that has the modules loaded, as the lab
+starts pods; the time is that of the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+CLONE_NEWNET = 0x40000000
+DEFAULT = [
+    "-p",
+    "15001",
+    "-z",
+    "15006",
+    "-u",
+    "1337",
+    "-m",
+    "REDIRECT",
+    "-i",
+    "*",
+    "-x",
+    "",
+    "-b",
+    "*",
+    "-d",
+    "15090,15021,15020",
+]
+DNS = ["--redirect-dns", "--dns-servers", "10.96.0.10"]
+BACKENDS = ("legacy", "legacy-restore", "nft", "native-nft")
+
+COLD_GOAL = {"legacy": 0.5}
+COLD_GOAL_OTHERS = 0.25
+CALL_GOAL = 0.005
+
+
+def main(rounds: int = 7) -> dict[str, Any]:
+    """Measures, prints a table and gives ``{"rows": [...], "met": bool}``; times are seconds (median, best).
+
+    Needs root. Rows: ``what`` (cold or call), ``backend``, ``rules``, ``median``, ``best``, ``goal``, ``met``.
+    """
+    import init.preload  # noqa: F401  (what the process that forks pods has loaded)
+    from init import cli
+
+    rows = []
+    for backend in BACKENDS:
+        goal = COLD_GOAL.get(backend, COLD_GOAL_OTHERS)
+        rows.append(_row("cold", backend, "default", [_cold(backend) for _ in range(rounds)], goal))
+    for backend in BACKENDS:
+        for rules, extra in (("default", []), ("default + DNS", DNS)):
+            args = [*DEFAULT, *extra, "--ipv6=off", f"--backend={backend}", "--log_output_level=warn"]
+            times = [_call(lambda args=args: cli.main(args, dict(os.environ))) for _ in range(rounds * 3)]
+            rows.append(_row("call", backend, rules, times, CALL_GOAL))
+    for backend in BACKENDS:
+        args = [*DEFAULT, "--ipv6=off", f"--backend={backend}", "--log_output_level=warn"]
+        times = [_call(lambda args=args: cli.main(args, dict(os.environ)), before=args) for _ in range(rounds)]
+        rows.append(_row("second call", backend, "default", times, None))
+    _print(rows)
+    return {"rows": rows, "met": all(row["met"] is not False for row in rows)}
+
+
+def _row(what: str, backend: str, rules: str, times: list[float], goal: float | None) -> dict[str, Any]:
+    median = statistics.median(times)
+    return {
+        "what": what,
+        "backend": backend,
+        "rules": rules,
+        "median": round(median, 5),
+        "best": round(min(times), 5),
+        "goal": goal,
+        "met": None if goal is None else median <= goal,
+    }
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    print(f"{'init':<12} {'back end':<15} {'rules':<14} {'median':>10} {'best':>10} {'goal':>9}")
+    for row in rows:
+        goal = "" if row["goal"] is None else f"{row['goal'] * 1000:.0f} ms"
+        mark = "" if row["met"] in (None, True) else "  missed"
+        print(
+            f"{row['what']:<12} {row['backend']:<15} {row['rules']:<14} {row['median'] * 1000:>7.1f} ms "
+            f"{row['best'] * 1000:>7.1f} ms {goal:>9}{mark}"
+        )
+
+
+def _cold(backend: str) -> float:
+    with _namespace() as descriptor:
+        argv = [sys.executable, "-m", "init", *DEFAULT, "--ipv6=off", f"--backend={backend}", "--log_output_level=warn"]
+        started = time.perf_counter()
+        done = subprocess.run(
+            argv, cwd=ROOT, check=False, capture_output=True, text=True, preexec_fn=lambda: _enter(descriptor)
+        )
+        taken = time.perf_counter() - started
+        if done.returncode:
+            raise RuntimeError(f"init failed: {done.stderr}")
+        return taken
+
+
+def _call(work: Callable[[], int], before: list[str] | None = None) -> float:
+    """Seconds that ``work`` takes in a forked child in a fresh namespace; ``before`` is a first run there."""
+    from init import cli
+
+    with _namespace() as descriptor:
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                _enter(descriptor)
+                with contextlib.redirect_stderr(io.StringIO()):
+                    if before is not None:
+                        cli.main(before, dict(os.environ))
+                    started = time.perf_counter()
+                    code = work()
+                    taken = time.perf_counter() - started
+                os.write(writer, repr(taken).encode())
+            finally:
+                os._exit(code)
+        os.close(writer)
+        with os.fdopen(reader) as told:
+            text = told.read()
+        _, status = os.waitpid(pid, 0)
+        if status:
+            raise RuntimeError("init failed in a forked child")
+        return float(text)
+
+
+@contextlib.contextmanager
+def _namespace() -> Iterator[int]:
+    """A descriptor of a new network namespace, which ends with it."""
+    reader, writer = os.pipe()
+    hold_reader, hold_writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            libc = ctypes.CDLL(None, use_errno=True)
+            os.write(writer, b"y" if libc.unshare(CLONE_NEWNET) == 0 else b"n")
+            os.close(hold_writer)
+            os.read(hold_reader, 1)
+        finally:
+            os._exit(0)
+    try:
+        if os.read(reader, 1) != b"y":
+            raise RuntimeError("cannot make a network namespace: run as root")
+        descriptor = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
+    finally:
+        os.write(hold_writer, b"x")
+        os.waitpid(pid, 0)
+        for number in (reader, writer, hold_reader, hold_writer):
+            os.close(number)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _enter(descriptor: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(descriptor, CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(0 if main()["met"] else 1)
