@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import http.client
 import json
 import os
 import shutil
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +51,12 @@ def _pipe_cluster(name: str, path: Path) -> dict[str, Any]:
     }
 
 
-def bootstrap(node: Node, xds: Path, admin: Path, flavour: str) -> dict[str, Any]:
+def bootstrap(node: Node, xds: Path, sds: Path, admin: Path, flavour: str) -> dict[str, Any]:
     ads = {"ads": {}, "initial_fetch_timeout": "0s", "resource_api_version": "V3"}
     return {
         "node": {"id": node.id, "cluster": node.cluster, "metadata": dict(node.metadata)},
         "admin": {"address": {"pipe": {"path": str(admin)}}},
-        "static_resources": {
-            "clusters": [_pipe_cluster("xds-grpc", xds), _pipe_cluster("sds-grpc", xds.with_name("sds"))]
-        },
+        "static_resources": {"clusters": [_pipe_cluster("xds-grpc", xds), _pipe_cluster("sds-grpc", sds)]},
         "dynamic_resources": {
             "lds_config": ads,
             "cds_config": ads,
@@ -71,9 +70,14 @@ def bootstrap(node: Node, xds: Path, admin: Path, flavour: str) -> dict[str, Any
     }
 
 
+@functools.cache
+def _authority() -> CertificateAuthority:
+    return CertificateAuthority()
+
+
 def _workload_secrets(node: Node) -> dict[str, Any]:
     """The secrets that a real agent would serve: a certificate of the mesh's CA for the node's identity, and its root."""
-    authority = CertificateAuthority()
+    authority = _authority()
     account = node.text("SERVICE_ACCOUNT") or "default"
     key = ec.generate_private_key(ec.SECP256R1())
     request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, hashes.SHA256())
@@ -130,8 +134,8 @@ class _UnixConnection(http.client.HTTPConnection):
 class RunningEnvoy:
     """One Envoy with the discovery server that feeds it."""
 
-    def __init__(self, server: DiscoveryServer, node: Node, admin: Path, log: Path, pid: int) -> None:
-        self.server, self.node, self._admin, self.log, self.pid = server, node, admin, log, pid
+    def __init__(self, server: DiscoveryServer, node: Node, admin: Path, log: Path, pid: int, xds: Path) -> None:
+        self.server, self.node, self._admin, self.log, self.pid, self.xds = server, node, admin, log, pid, xds
 
     def status(self) -> dict[str, Any]:
         return self.server.status()["proxies"][self.node.id]
@@ -170,28 +174,45 @@ def run_envoy(tmp_path: Path) -> Callable[..., contextlib.AbstractAsyncContextMa
         pytest.skip("needs root and unshare(1)")
 
     @contextlib.asynccontextmanager
-    async def run(mesh: model.Mesh, node: Node, flavour: str = "delta") -> AsyncIterator[RunningEnvoy]:
-        directory = tmp_path / flavour
+    async def run(
+        mesh: model.Mesh,
+        node: Node,
+        flavour: str = "delta",
+        *,
+        beside: RunningEnvoy | None = None,
+        addresses: Sequence[str] = (),
+    ) -> AsyncIterator[RunningEnvoy]:
+        """In a new namespace with ``addresses`` on lo, or in that of ``beside`` and on its discovery server."""
+        directory = tmp_path / f"{flavour}-{node.name}"
         directory.mkdir()
-        xds, admin, log = directory / "xds", directory / "admin", directory / "envoy.log"
-        server = DiscoveryServer(mesh)
-        grpc_server = await start(server, f"unix:{xds}")
-        sds = await start_sds(directory / "sds", node)
+        admin, log = directory / "admin", directory / "envoy.log"
+        grpc_server = None
+        if beside is None:
+            xds, server = directory / "xds", DiscoveryServer(mesh)
+            grpc_server = await start(server, f"unix:{xds}")
+            enter = ["unshare", "--net", "--"]
+            setup = "ip link set lo up; " + "".join(f"ip addr add {a}/32 dev lo; " for a in addresses)
+        else:
+            xds, server = beside.xds, beside.server
+            enter, setup = ["nsenter", "-n", "-t", str(beside.pid), "--"], ""
+        sds_path = directory / "sds"
+        sds = await start_sds(sds_path, node)
         config = directory / "bootstrap.json"
-        config.write_text(json.dumps(bootstrap(node, xds, admin, flavour)))
+        config.write_text(json.dumps(bootstrap(node, xds, sds_path, admin, flavour)))
         with log.open("wb") as out:
             process = await asyncio.create_subprocess_exec(
-                "unshare", "--net", "--", "sh", "-c", 'ip link set lo up; exec "$@"', "sh",
+                *enter, "sh", "-c", f'{setup}exec "$@"', "sh",
                 str(ENVOY), "-c", str(config), "--concurrency", "1", "-l", "warning", "--file-flush-min-size-kb", "0", "--use-dynamic-base-id",
                 stdout=out, stderr=out,
             )  # fmt: skip
         try:
-            yield RunningEnvoy(server, node, admin, log, process.pid)
+            yield RunningEnvoy(server, node, admin, log, process.pid, xds)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-            await grpc_server.stop(grace=None)
+            if grpc_server is not None:
+                await grpc_server.stop(grace=None)
             await sds.stop(grace=None)
 
     return run
