@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from lab import verdict
 from lab.manifests.schema.traffic_test import VerdictExpectation
 
-_NOT_EXPECTED = {"expected", "pass", "differences", "skipped", "seconds"}
+_NOT_EXPECTED = {"expected", "pass", "differences", "skipped", "seconds", "undecided"}
 _NAMES = {"source": "from", "passed": "pass"}
 
 
