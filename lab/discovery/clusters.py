@@ -141,7 +141,7 @@ def _connection_pool(
     cluster.connect_timeout.CopyFrom(
         protoconv.duration(proxy.mesh_config.connect_timeout if connect is None else connect)
     )
-    _keepalive(cluster, tcp)
+    _keepalive(cluster, proxy.mesh_config.raw.get("tcpKeepalive"), tcp.get("tcpKeepalive"))
     idle = parse_go_duration(http.get("idleTimeout"))
     if idle is None:
         idle = parse_go_duration(tcp.get("idleTimeout"))
@@ -168,10 +168,11 @@ def _connection_pool(
         options.use_downstream()
 
 
-def _keepalive(cluster: Any, tcp: Mapping[str, Any]) -> None:
-    if tcp.get("tcpKeepalive") is None:
+def _keepalive(cluster: Any, mesh: Any, rule: Any) -> None:
+    """TCP keepalive of the mesh, overlaid field by field by the rule's."""
+    if mesh is None and rule is None:
         return
-    keepalive = _mapping(tcp["tcpKeepalive"])
+    keepalive = {**_mapping(mesh), **{k: v for k, v in _mapping(rule).items() if v}}
     out = cluster.upstream_connection_options.tcp_keepalive
     out.SetInParent()  # present but empty: on, with the kernel's defaults
     if _positive(keepalive.get("probes")):

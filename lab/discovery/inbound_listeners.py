@@ -162,7 +162,7 @@ def _chains(proxy: Proxy, config: ChainConfig, mode: str) -> list[Any]:
                 filters.http_connection_manager(
                     proxy,
                     stat_prefix=stat,
-                    route_config=routes.inbound_route_config(config.port, config.cluster, config.host),
+                    route_config=routes.inbound_route_config(proxy, config.port, config.cluster, config.host),
                     inbound=True,
                     http2=config.port.is_http2,
                     grpc_web=config.port.protocol == "GRPC-Web",

@@ -75,6 +75,49 @@ def _previous_priorities() -> Any:
     )
 
 
+def _retry_on(policy: Any, written: Mapping[str, Any]) -> None:
+    """``retryOn`` into a policy: numbers in it are status codes."""
+    if not written.get("retryOn"):
+        return
+    words, codes = [], []
+    for word in str(written["retryOn"]).split(","):
+        word = word.strip()
+        if word.isdigit():
+            codes.append(int(word))
+        elif word:
+            words.append(word)
+    if codes and "retriable-status-codes" not in words:
+        words.append("retriable-status-codes")
+    policy.retry_on = ",".join(words)
+    policy.retriable_status_codes.extend(codes)
+
+
+def _backoff(policy: Any, written: Mapping[str, Any]) -> None:
+    seconds = parse_go_duration(written.get("backoff"))
+    if seconds is not None:
+        policy.retry_back_off.base_interval.CopyFrom(protoconv.duration(seconds))
+
+
+def mesh_default(proxy: Proxy, key: str) -> Mapping[str, Any] | None:
+    """MeshConfig's ``defaultHttpRetryPolicy`` or ``defaultInboundHttpRetryPolicy``, None if it has none."""
+    found = proxy.mesh_config.raw.get(key)
+    return found if isinstance(found, Mapping) else None
+
+
+def inbound_retry_policy(written: Mapping[str, Any] | None) -> Any:
+    """The retries of an inbound route: of requests that the application has not seen, unless the mesh says otherwise."""
+    policy = route_components_pb2.RetryPolicy(retry_on="reset-before-request", num_retries=protoconv.uint32(2))
+    if written is None:
+        return policy
+    attempts = int(written.get("attempts") or 0)
+    if attempts <= 0:
+        return None
+    policy.num_retries.value = attempts
+    _retry_on(policy, written)
+    _backoff(policy, written)
+    return policy
+
+
 def retry_policy(written: Mapping[str, Any] | None, consistent_hash: bool) -> Any:
     """A RetryPolicy from ``retries`` (None: Istio's default); None if it switches retries off.
 
@@ -91,18 +134,7 @@ def retry_policy(written: Mapping[str, Any] | None, consistent_hash: bool) -> An
     if attempts <= 0:
         return None
     policy.num_retries.value = attempts
-    if written.get("retryOn"):
-        words, codes = [], []
-        for word in str(written["retryOn"]).split(","):
-            word = word.strip()
-            if word.isdigit():
-                codes.append(int(word))
-            elif word:
-                words.append(word)
-        if codes and "retriable-status-codes" not in words:
-            words.append("retriable-status-codes")
-        policy.retry_on = ",".join(words)
-        policy.retriable_status_codes.extend(codes)
+    _retry_on(policy, written)
     per_try = parse_go_duration(written.get("perTryTimeout"))
     if per_try is not None:
         policy.per_try_timeout.CopyFrom(protoconv.duration(per_try))
@@ -113,9 +145,7 @@ def retry_policy(written: Mapping[str, Any] | None, consistent_hash: bool) -> An
             policy.retry_host_predicate.append(previous_hosts_predicate())
     if written.get("retryRemoteLocalities"):
         policy.retry_priority.CopyFrom(_previous_priorities())
-    backoff = parse_go_duration(written.get("backoff"))
-    if backoff is not None:
-        policy.retry_back_off.base_interval.CopyFrom(protoconv.duration(backoff))
+    _backoff(policy, written)
     return policy
 
 
@@ -178,7 +208,9 @@ def default_route(proxy: Proxy, service: Service, port: Port) -> Any:
     if hashed is not None:
         action.hash_policy.append(hashed)
     # the hash does not change the retries here: Istio builds this policy before it looks at the hash
-    action.retry_policy.CopyFrom(retry_policy(None, False))
+    retries = retry_policy(mesh_default(proxy, "defaultHttpRetryPolicy"), False)
+    if retries is not None:
+        action.retry_policy.CopyFrom(retries)
     return route_components_pb2.Route(
         name="default",
         match=route_components_pb2.RouteMatch(prefix="/"),
@@ -443,6 +475,8 @@ def _route_action(out: Any, proxy: Proxy, http: Mapping[str, Any], authority: st
             policy = _destination_hash(proxy, destination)
             if policy is not None:
                 action.hash_policy.append(policy)
+    if written is None:
+        written = mesh_default(proxy, "defaultHttpRetryPolicy")
     retries = retry_policy(_mapping(written) if written is not None else None, hashed)
     if retries is not None:
         action.retry_policy.CopyFrom(retries)

@@ -306,7 +306,7 @@ def route_names(listeners: Iterable[Any]) -> list[str]:
 # --- inbound ----------------------------------------------------------------------------------------
 
 
-def inbound_route_config(port: Port, cluster: str, host: str) -> Any:
+def inbound_route_config(proxy: Proxy, port: Port, cluster: str, host: str) -> Any:
     """The inline route of an inbound HTTP chain: one virtual host, one route to the workload."""
     action = route_components_pb2.RouteAction(
         cluster=cluster,
@@ -316,9 +316,10 @@ def inbound_route_config(port: Port, cluster: str, host: str) -> Any:
         ),
     )
     if port.protocol != "GRPC":
-        action.retry_policy.CopyFrom(
-            route_components_pb2.RetryPolicy(retry_on="reset-before-request", num_retries=protoconv.uint32(2))
-        )
+        default = route_rules.mesh_default(proxy, "defaultInboundHttpRetryPolicy")
+        retries = route_rules.inbound_retry_policy(default)
+        if retries is not None:
+            action.retry_policy.CopyFrom(retries)
     route = route_components_pb2.Route(
         name="default",
         match=route_components_pb2.RouteMatch(prefix="/"),

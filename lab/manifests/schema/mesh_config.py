@@ -11,7 +11,9 @@ from pydantic import Field
 
 from lab.manifests.schema.base import DnsLabel, Duration, Port, PositiveDuration, Spec, words
 from lab.manifests.schema.config import ExportTo
+from lab.manifests.schema.connection_pool import TcpKeepalive
 from lab.manifests.schema.metadata import LabelSelector
+from lab.manifests.schema.retry import HTTPRetry
 
 
 class OutboundTrafficPolicy(Spec):
@@ -83,9 +85,9 @@ class ProxyConfig(Spec):
 
 class MeshConfig(Spec):
     UNUSED = words(
-        "hboneIdleTimeout tcpKeepalive ingressClass ingressService ingressControllerMode ingressSelector enableEnvoyAccessLogService configSources"
+        "hboneIdleTimeout ingressClass ingressService ingressControllerMode ingressSelector enableEnvoyAccessLogService configSources"
         " caCertificates zoneAwareLbSetting inboundClusterStatName outboundClusterStatName certificates serviceSettings serviceScopeConfigs"
-        " enablePrometheusMerge verifyCertificateAtClient ca extensionProviders defaultProviders defaultHttpRetryPolicy defaultInboundHttpRetryPolicy"
+        " enablePrometheusMerge verifyCertificateAtClient ca extensionProviders defaultProviders"
         " meshMTLS tlsDefaults defaultTrafficPolicy serviceEntryVisibility thriftConfig"
     )
 
@@ -116,3 +118,6 @@ class MeshConfig(Spec):
     h2_upgrade_policy: Literal["DO_NOT_UPGRADE", "UPGRADE"] = Field("DO_NOT_UPGRADE", alias="h2UpgradePolicy")
     discovery_selectors: list[LabelSelector] = Field(default_factory=list)
     path_normalization: ProxyPathNormalization = Field(default_factory=ProxyPathNormalization)
+    tcp_keepalive: TcpKeepalive | None = None
+    default_http_retry_policy: HTTPRetry | None = None
+    default_inbound_http_retry_policy: HTTPRetry | None = None

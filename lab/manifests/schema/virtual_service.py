@@ -14,6 +14,7 @@ from pydantic import AfterValidator, Field, model_validator
 from lab.manifests.schema.base import Duration, IPOrCIDR, Port, PositiveDuration, Spec, words
 from lab.manifests.schema.config import STATUS, Destination, ExportTo, RouteHost, one_of
 from lab.manifests.schema.metadata import LabelKey, Object
+from lab.manifests.schema.retry import HTTPRetry
 
 Weight = Annotated[int, Field(ge=0)]
 
@@ -124,15 +125,6 @@ class HTTPRewrite(Spec):
         if self.uri and self.uri_regex_rewrite:
             raise ValueError("uri and uriRegexRewrite exclude each other")
         return self
-
-
-class HTTPRetry(Spec):
-    attempts: int = 0
-    per_try_timeout: Duration | None = None
-    retry_on: str = ""
-    retry_remote_localities: bool | None = None
-    retry_ignore_previous_hosts: bool | None = None
-    backoff: PositiveDuration | None = None
 
 
 class Percent(Spec):

@@ -157,6 +157,19 @@ def test_every_field_of_a_pool() -> None:
     assert http2 == {"max_concurrent_streams": 7}
 
 
+def test_keepalive_of_the_mesh_is_overlaid_field_by_field() -> None:
+    mesh = mesh_config("tcpKeepalive: {time: 100s, probes: 9}")
+    assert cluster(mesh)["upstream_connection_options"]["tcp_keepalive"] == {
+        "keepalive_probes": 9,
+        "keepalive_time": 100,
+    }
+    text = rule(f"host: {HOST}\ntrafficPolicy: {{connectionPool: {{tcp: {{tcpKeepalive: {{time: 7s}}}}}}}}")
+    assert cluster(mesh, text)["upstream_connection_options"]["tcp_keepalive"] == {
+        "keepalive_probes": 9,
+        "keepalive_time": 7,
+    }
+
+
 def test_zero_means_unset() -> None:
     text = rule(f"host: {HOST}\ntrafficPolicy: {{connectionPool: {{tcp: {{maxConnections: 0}}}}}}")
     (threshold,) = cluster(text)["circuit_breakers"]["thresholds"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from envoy.extensions.filters.http.cors.v3 import cors_pb2
 from envoy.extensions.filters.http.fault.v3 import fault_pb2
-from mesh_text import CLIENT, SERVER, S, hosts_of, istio, mesh_config, namespace, of, out, plain, service
+from mesh_text import CLIENT, SERVER, S, hcm, hosts_of, istio, mesh_config, namespace, of, out, plain, service
 
 HOST = f"server.b{S}"
 WEB = service("server", "b", "[{name: http, port: 8080}]", vip="10.96.0.9")
@@ -144,6 +144,35 @@ def test_retries(written: str, expected: dict[str, Any] | None) -> None:
         return
     for key, value in expected.items():
         assert policy.get(key) == value, key
+
+
+def test_default_retries_of_the_mesh() -> None:
+    off = mesh_config("defaultHttpRetryPolicy: {attempts: 0}")
+    assert "retry_policy" not in routes(off)[0]["route"]
+    some = mesh_config("defaultHttpRetryPolicy: {attempts: 7}")
+    assert routes(some)[0]["route"]["retry_policy"]["num_retries"] == 7
+    own = virtual_service(f"hosts: [{HOST}]\nhttp: [{{retries: {{attempts: 1}}, {TO_SERVER}}}]")
+    assert routes(some, own)[0]["route"]["retry_policy"]["num_retries"] == 1
+    unwritten = virtual_service(f"hosts: [{HOST}]\nhttp: [{{{TO_SERVER}}}]")
+    assert routes(some, unwritten)[0]["route"]["retry_policy"]["num_retries"] == 7
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("", {"retry_on": "reset-before-request", "num_retries": 2}),
+        ("{attempts: 0}", None),
+        (
+            "{attempts: 3, retryOn: '503'}",
+            {"retry_on": "retriable-status-codes", "retriable_status_codes": [503], "num_retries": 3},
+        ),
+    ],
+)
+def test_inbound_retries_of_the_mesh(written: str, expected: dict[str, Any] | None) -> None:
+    mesh = mesh_config(f"defaultInboundHttpRetryPolicy: {written}") if written else ""
+    listener = of(CLIENT, SERVER, WEB, mesh, pod_name="server.b").listeners["virtualInbound"]
+    route = plain(hcm(listener.filter_chains[-1]).route_config.virtual_hosts[0].routes[0])["route"]
+    assert route.get("retry_policy") == expected
 
 
 def test_rewrite_and_authority() -> None:

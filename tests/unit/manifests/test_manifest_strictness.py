@@ -360,7 +360,7 @@ def test_a_binary_file_is_refused(tmp_path: Path) -> None:
             3,
             "metadata.uid, metadata.resourceVersion",
         ),
-        (MESH + "    tcpKeepalive: {}\n", 6, "tcpKeepalive"),
+        (MESH + "    defaultTrafficPolicy: {}\n", 6, "defaultTrafficPolicy"),
         ("apiVersion: v1\nkind: ServiceAccount\nmetadata: {name: x}\n", 2, "ServiceAccount"),
         ("apiVersion: v1\nkind: ConfigMap\nmetadata: {name: other}\n", 1, "ConfigMap default/other"),
         (SERVICE + "spec: {type: LoadBalancer, ports: [{port: 80}]}\n", 4, "acts as ClusterIP"),
