@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from lab.containers import paths
@@ -19,10 +19,15 @@ from lab.errors import InputError, LabError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one of them; an error is one line on stderr and an exit code."""
-    args = _parser().parse_args(argv)
+    command, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if command not in _COMMANDS:
+        print(__doc__, file=sys.stdout if command in ("-h", "--help") else sys.stderr)
+        return 0 if command in ("-h", "--help") else 2
+    parse, run = _COMMANDS[command]
+    # Intermixed: more manifests may stand behind the options that a compose file gives.
+    args = parse(argparse.ArgumentParser(prog=f"python -m lab.containers {command}")).parse_intermixed_args(rest)
     try:
-        code: int = args.run(args)
-        return code
+        return run(args)
     except LabError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)  # noqa: T201
         return e.exit_code
@@ -30,25 +35,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m lab.containers", description="Parts of a mesh of containers.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    discovery = commands.add_parser("discovery", help="the control plane")
-    discovery.set_defaults(run=_discovery)
-    dns = commands.add_parser("dns", help="names that no container has")
-    dns.set_defaults(run=_dns)
-    prober = commands.add_parser("prober", help="sends and watches in one pod's network")
-    prober.add_argument("pod", metavar="POD.NAMESPACE")
-    prober.set_defaults(run=_prober)
-    tests = commands.add_parser("tests", help="runs every TrafficTest")
-    tests.add_argument("--only", metavar="GLOB", help="only tests whose name matches")
-    tests.add_argument("--junit", metavar="FILE", help="write a JUnit report here")
-    tests.add_argument("--json", action="store_true", help="one JSON document instead of the table")
-    tests.add_argument("--wait", type=float, default=60.0, metavar="SECONDS", help="for the mesh to be ready")
-    tests.set_defaults(run=_tests)
-    for command in (discovery, dns, tests):
-        command.add_argument("files", nargs="+", metavar="FILE", help="manifests")
+def _files(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("files", nargs="+", metavar="FILE", help="manifests")
     return parser
+
+
+def _pod(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("pod", metavar="POD.NAMESPACE")
+    return parser
+
+
+def _of_tests(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("--only", metavar="GLOB", help="only tests whose name matches")
+    parser.add_argument("--junit", metavar="FILE", help="write a JUnit report here")
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of the table")
+    parser.add_argument("--wait", type=float, default=60.0, metavar="SECONDS", help="for the mesh to be ready")
+    return _files(parser)
 
 
 def _discovery(args: argparse.Namespace) -> int:
@@ -85,6 +87,17 @@ def _tests(args: argparse.Namespace) -> int:
     else:
         outcome.print_table()
     return outcome.exit_code
+
+
+_COMMANDS: Mapping[
+    str,
+    tuple[Callable[[argparse.ArgumentParser], argparse.ArgumentParser], Callable[[argparse.Namespace], int]],
+] = {
+    "discovery": (_files, _discovery),
+    "dns": (_files, _dns),
+    "prober": (_pod, _prober),
+    "tests": (_of_tests, _tests),
+}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 EVIDENCE = Path("/evidence")
+LOCK = EVIDENCE / "tests.lock"
+"""Held by the one run of tests that may be under way."""
 
 
 def prober_socket(pod: str) -> Path:

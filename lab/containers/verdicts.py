@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+from lab.containers import paths
 from lab.containers.ground import open_ground
 from lab.manifests.load import load
 from lab.manifests.model import Mesh, TrafficTest
@@ -26,8 +29,22 @@ def run(files: Sequence[str], *, only: str | None, wait: float) -> Outcome:
         InputError: bad manifests, or no test to run. ObservationError: a pod has no prober.
     """
     mesh = load(files)
-    verdicts = asyncio.run(_run(mesh, runner.select(mesh.tests, only), wait))
+    tests = runner.select(mesh.tests, only)
+    with _alone():
+        verdicts = asyncio.run(_run(mesh, tests, wait))
     return Outcome(mesh.name, _backend(verdicts), verdicts)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Two runs at a time would take each other's flows for their own."""
+    with paths.LOCK.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say("another run of the tests is under way; this one waits for its end")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 async def _run(mesh: Mesh, tests: Sequence[TrafficTest], wait: float) -> list[Verdict]:
