@@ -45,6 +45,9 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
     except OSError as error:
         log.error(f"unexpected system error: {error}")
         return 1
+    except KeyboardInterrupt:
+        log.error("interrupted")
+        return 1
 
 
 def configure(parsed: flags.Parsed, environ: Mapping[str, str], log: Log) -> Config:

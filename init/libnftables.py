@@ -9,7 +9,6 @@ Source: nftables: doc/libnftables.adoc.
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 
 from .tools import Output
 

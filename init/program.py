@@ -75,6 +75,15 @@ def run(config: Config, environ: Mapping[str, str], log: Log) -> Result:
     """
     tools = tools_for(config, environ, log)
     result = Result(config.backend)
+    try:
+        _run(config, tools, result, log)
+    finally:
+        if log.debugging and not config.skip_rule_apply:
+            _log_state(tools)
+    return result
+
+
+def _run(config: Config, tools: Tools, result: Result, log: Log) -> None:
     if not config.skip_rule_apply:
         # Errors of the routes' numbers come before any rule is touched.
         policy = routes.numbers(config)
@@ -93,7 +102,16 @@ def run(config: Config, environ: Mapping[str, str], log: Log) -> Result:
 
         proof.run(config, tools, result.backend)
         result.validated = True
-    return result
+
+
+def _log_state(tools: Tools) -> None:
+    """The rules as they are at the end, also after an error (the reference logs them always; that is two programs more)."""
+    for kind, families in SAVERS.items():
+        for family, name in families.items():
+            if xtables.may_hold_rules(kind, family) and tools.find(f"{name}-save"):
+                tools.log.debug(f"final state, {kind} {family}:\n{tools.run([f'{name}-save']).out}")
+    if _native_tables() and tools.find("nft"):
+        tools.log.debug(f"final state, native nftables:\n{tools.run(['nft', 'list', 'ruleset', 'inet']).out}")
 
 
 def tools_for(config: Config, environ: Mapping[str, str], log: Log) -> Tools:

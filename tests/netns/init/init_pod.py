@@ -140,28 +140,37 @@ class Place:
 
     def init(self, *args: str, env: Mapping[str, str] | None = None) -> Run:
         """One run of the program here, in a forked child as the lab does it."""
-
-        def work() -> tuple[int, str, str]:
-            out, err = io.StringIO(), io.StringIO()
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-                code = cli.main(args, {"PATH": os.environ["PATH"], **(env or {})})
-            return code, out.getvalue(), err.getvalue()
-
-        return Run(*self.call(work))
+        return Run(*self.call(lambda: HERE.init(*args, env=env)))
 
     def tool(self, *argv: str, text: str = "", check: bool = True) -> str:
         """The output of a program run here."""
-        done = subprocess.run(
-            ["nsenter", f"--net=/run/netns/{self.name}", *argv], input=text, capture_output=True, text=True, check=False
-        )
+        return HERE.tool("nsenter", f"--net=/run/netns/{self.name}", *argv, text=text, check=check)
+
+    def save(self) -> dict[str, str]:
+        """Rules of every iptables back end, without counters and dates, and of nftables."""
+        return dict(self.call(HERE.save))
+
+
+class Here:
+    """What a place can do, for a process that is in it already: many steps for one fork."""
+
+    def init(self, *args: str, env: Mapping[str, str] | None = None) -> Run:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = cli.main(args, {"PATH": os.environ["PATH"], **(env or {})})
+        return Run(code, out.getvalue(), err.getvalue())
+
+    def tool(self, *argv: str, text: str = "", check: bool = True) -> str:
+        done = subprocess.run(argv, input=text, capture_output=True, text=True, check=False)
         assert not check or done.returncode == 0, f"{argv}: {done.stderr}"
         return done.stdout
 
     def save(self) -> dict[str, str]:
-        """Rules of every iptables back end, without counters and dates, and of nftables."""
         tools = [f"{family}-{kind}-save" for family in ("iptables", "ip6tables") for kind in ("legacy", "nft")]
-        found = {tool: _plain(self.tool(tool)) for tool in tools}
-        return {**found, "nft": self.tool("nft", "list", "ruleset", "inet")}
+        return {**{tool: _plain(self.tool(tool)) for tool in tools}, "nft": self.tool("nft", "list", "ruleset", "inet")}
+
+
+HERE = Here()
 
 
 class Net(NamedTuple):
