@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -37,7 +36,11 @@ DEBOUNCE_MAX = 10.0
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One ADS stream that is open, and the lock that keeps its responses in order."""
+    """One ADS stream that is open, the lock that keeps its responses in order, and what it is still to be pushed.
+
+    Every stream has a pusher of its own, so that a proxy that does not read holds up nobody else. Pushes that come
+    while it writes are merged: the next one is of the newest context, full if any of them was.
+    """
 
     stream: xds.Stream
     write: Callable[[bytes], Any]
@@ -46,6 +49,30 @@ class Connection:
     identities: tuple[str, ...] = ()
     behind_since: float = 0.0  # monotonic time of the change that it has not acknowledged yet, 0 if none
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    full: bool = False
+    hosts: frozenset[str] = frozenset()
+    pushing: bool = False
+    pusher: asyncio.Task[None] | None = None
+    handler: asyncio.Task[Any] | None = None
+
+    def mark(self, hosts: frozenset[str] | None) -> None:
+        """Asks for a push: of the endpoints of some hosts, or (None) of everything."""
+        self.full = self.full or hosts is None
+        self.hosts = self.hosts | (hosts or frozenset())
+        self.wake.set()
+
+    def take(self) -> frozenset[str] | None:
+        """What has been asked for since the last time."""
+        hosts = None if self.full else self.hosts
+        self.full, self.hosts = False, frozenset()
+        self.wake.clear()
+        return hosts
+
+    @property
+    def settled(self) -> bool:
+        """Nothing is to be pushed, and the proxy has answered everything."""
+        return not self.wake.is_set() and not self.pushing and all(w.settled for w in self.stream.watches.values())
 
     @property
     def node(self) -> Node | None:
@@ -100,6 +127,7 @@ class DiscoveryServer:
         self._debounce: asyncio.Task[None] | None = None
         self._acked = asyncio.Condition()
         self.last_push: dict[str, Any] = {}
+        self._push_started = 0.0
 
     def _context(self, build: Callable[[], PushContext]) -> PushContext:
         started = time.monotonic()
@@ -122,7 +150,7 @@ class DiscoveryServer:
 
     async def _serve(self, flavour: xds.Flavour, requests: AsyncIterator[Any], context: Any) -> None:
         stream = xds.Stream(flavour, self.version)
-        connection = Connection(stream, context.write, context.peer(), time.time())
+        connection = Connection(stream, context.write, context.peer(), time.time(), handler=asyncio.current_task())
         if self._authenticator is not None and self._authenticator.secure(connection.peer):
             try:
                 connection.identities = tuple(self._authenticator.identify(context))
@@ -140,7 +168,11 @@ class DiscoveryServer:
                 except Forbidden as e:
                     log.warning("refused peer=%s: %s", connection.peer, e)
                     await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"authorization failed: {e}")
+        except grpc.aio.InternalError:
+            pass  # the peer went away while something was written to it
         finally:
+            if connection.pusher is not None:
+                connection.pusher.cancel()
             if connection in self.connections:
                 self.connections.remove(connection)
                 self.metrics.gauge("pilot_xds", len(self.connections))
@@ -157,6 +189,7 @@ class DiscoveryServer:
                 stream.view = View(proxy_for(self.push_context, stream.node))
                 stream.version = self.version
                 self.connections.append(connection)
+                connection.pusher = asyncio.get_running_loop().create_task(self._push_loop(connection))
                 self.metrics.gauge("pilot_xds", len(self.connections))
                 log.info("connected node=%s flavour=%s peer=%s", stream.node.id, stream.flavour, connection.peer)
             if request.HasField("error_detail"):
@@ -213,7 +246,7 @@ class DiscoveryServer:
         await self._notify()
 
     async def push(self, mesh: model.Mesh) -> None:
-        """Computes the new context and sends every stream what changed for it."""
+        """Computes the new context and has every stream sent what changed for it (it does not wait for that)."""
         started = time.monotonic()
         hosts: frozenset[str] | None = None
 
@@ -225,33 +258,56 @@ class DiscoveryServer:
         context = self.push_context = self._context(advance)
         self.metrics.count("pilot_push_triggers", type="config" if hosts is None else "endpoint")
         self.version = self._next_version()
-        sent: dict[str, int] = {}
-        for connection in list(self.connections):
-            async with connection.lock:
-                stream = connection.stream
-                assert stream.node is not None
-                view = View(proxy_for(context, stream.node))
-                if hosts is None or stream.node.name in context.added_pods:
-                    responses = stream.push(view, self.version)
-                else:
-                    responses = stream.push_endpoints(view, self.version, hosts)
-                if responses and not connection.behind_since:
-                    connection.behind_since = started
-                for response in responses:
-                    self.metrics.count("pilot_xds_pushes", type=short(response.type_url).lower())
-                    sent[short(response.type_url)] = sent.get(short(response.type_url), 0) + response.resources
-                    with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
-                        await connection.write(response.body)
-        self.metrics.observe("pilot_xds_push_time", time.monotonic() - started)
         self.last_push = {
             "version": self.version,
             "kind": "full" if hosts is None else "endpoints",
-            "seconds": time.monotonic() - started,
+            "seconds": 0.0,
             "connections": len(self.connections),
-            "resources": sent,
+            "resources": {},
         }
-        log.info("pushed %s", json.dumps(self.last_push))
+        self._push_started = started
+        for connection in self.connections:
+            new = connection.node is not None and connection.node.name in context.added_pods
+            connection.mark(None if new else hosts)
+        log.info("pushing version=%s kind=%s to=%d", self.version, self.last_push["kind"], len(self.connections))
         await self._notify()
+
+    async def _push_loop(self, connection: Connection) -> None:
+        while True:
+            await connection.wake.wait()
+            connection.pushing = True
+            try:
+                async with connection.lock:
+                    await self._push_one(connection, connection.take())
+            except Exception:
+                # the proxy would wait for ever: end its stream, so that it comes back and asks anew
+                log.exception("push failed node=%s", connection.node.id if connection.node else "")
+                if connection.handler is not None:
+                    connection.handler.cancel()
+                return
+            finally:
+                connection.pushing = False
+            await self._notify()
+
+    async def _push_one(self, connection: Connection, hosts: frozenset[str] | None) -> None:
+        stream, context = connection.stream, self.push_context
+        assert stream.node is not None
+        view = View(proxy_for(context, stream.node))
+        if hosts is None:
+            responses = stream.push(view, self.version)
+        else:
+            responses = stream.push_endpoints(view, self.version, hosts)
+        if responses and not connection.behind_since:
+            connection.behind_since = self._push_started
+        sent = self.last_push["resources"]
+        for response in responses:
+            kind = short(response.type_url)
+            self.metrics.count("pilot_xds_pushes", type=kind.lower())
+            sent[kind] = sent.get(kind, 0) + response.resources
+            with contextlib.suppress(grpc.RpcError, grpc.aio.InternalError, asyncio.InvalidStateError):
+                await connection.write(response.body)
+        self.last_push["seconds"] = time.monotonic() - self._push_started
+        self.metrics.observe("pilot_xds_push_time", self.last_push["seconds"])
 
     # --- questions ----------------------------------------------------------------------------
 
@@ -277,7 +333,7 @@ class DiscoveryServer:
             return False
         if nodes and not nodes <= {c.node.id for c in self.connections if c.node}:
             return False
-        return all(w.settled for c in self.connections for w in c.stream.watches.values())
+        return all(c.settled for c in self.connections)
 
     async def settled(self, timeout: float, nodes: set[str] | None = None) -> bool:
         """Waits for :meth:`is_settled`."""

@@ -219,6 +219,38 @@ def test_events_close_together_are_one_push(tmp_path: Path) -> None:
     run(scenario, tmp_path)
 
 
+def test_proxy_that_does_not_read_holds_up_nobody(tmp_path: Path) -> None:
+    async def scenario(lab: Running) -> None:
+        many = [
+            f"apiVersion: v1\nkind: Service\nmetadata: {{name: s{i}, namespace: catalog}}\n"
+            "spec: {ports: [{name: http, port: 80}]}\n---\n"
+            for i in range(400)
+        ]
+        lab.mesh = build(*many)
+        await lab.discovery.server.push(lab.mesh)
+        options = (
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.http2.bdp_probe", 0),  # or the window grows until everything fits
+            ("grpc.http2.lookahead_bytes", 65536),
+        )
+        async with (
+            grpc.aio.insecure_channel(f"{lab.address}:15010", options=options) as deaf_channel,
+            grpc.aio.insecure_channel(f"{lab.address}:15010", options=options) as channel,
+        ):
+            deaf = Ads(deaf_channel, node_of(lab.mesh, "catalog-0.catalog"))
+            await deaf.send(CDS)  # and never reads what comes: more than a stream's window holds
+            ads = Ads(channel, node_of(lab.mesh))
+            assert len((await ads.fetch(CDS)).resources) == 408
+            lab.mesh = build(*many, sidecar('["./*"]'))
+            await lab.control(op="reload")
+            pushed = await ads.receive()
+            assert len(pushed.removed_resources) == 403
+            writing = [c.node.name for c in lab.discovery.server.connections if c.node and c.lock.locked()]
+            assert "catalog-0.catalog" in writing
+
+    run(scenario, tmp_path)
+
+
 # --- the secure port ------------------------------------------------------------------------------
 
 
