@@ -84,7 +84,13 @@ def other_timeout(mesh: model.Mesh) -> model.Mesh:
 
 def _usage() -> dict[str, float]:
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    return {"cpu_seconds": usage.ru_utime + usage.ru_stime, "rss_mb": usage.ru_maxrss / 1024}
+    # not ru_maxrss: a spawned process inherits that of its parent
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {
+        "cpu_seconds": usage.ru_utime + usage.ru_stime,
+        "rss_mb": int(status["VmRSS"].split()[0]) / 1024,
+        "peak_rss_mb": int(status["VmHWM"].split()[0]) / 1024,
+    }
 
 
 async def _serve(path: str, scoped: bool, pipe: Any) -> None:
@@ -217,7 +223,8 @@ async def _measure(scoped: bool, path: str, pipe: Any) -> dict[str, Any]:
         out[f"{name}_kind"] = best["push"]["kind"]
         out[f"{name}_resources_sent"] = best["push"]["resources"]
         out[f"{name}_resources_received"] = best["resources"]
-    out["rss_mb"] = (await ask("usage"))["rss_mb"]
+    usage = await ask("usage")
+    out["rss_mb"], out["peak_rss_mb"] = usage["rss_mb"], usage["peak_rss_mb"]
     for proxy in proxies:
         proxy.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
