@@ -134,15 +134,13 @@ def up(
 
     if dry_run:
         return _plan(read(), backend, as_json)
-    if runtime == "docker":
-        raise InputError("--runtime docker is not available in this version", next_step="Leave it out to use netns")
     _need_root("lab up")
     from lab import lifecycle
 
     if not detach:
         show = functools.partial(_show_ready, as_json=as_json)
-        return lifecycle.run_attached(read, backend=backend, timeout=timeout, on_ready=show)
-    _show_ready(lifecycle.start_detached(read, backend=backend, timeout=timeout), as_json)
+        return lifecycle.run_attached(read, backend=backend, timeout=timeout, runtime=runtime, on_ready=show)
+    _show_ready(lifecycle.start_detached(read, backend=backend, timeout=timeout, runtime=runtime), as_json)
     return 0
 
 
@@ -292,9 +290,12 @@ def exec_(pod: str, user: str, lab_name: str | None, command: tuple[str, ...]) -
 @click.argument("what", nargs=-1, metavar="[NAME|FILE...]")
 @click.option("--only", metavar="GLOB", help="Only tests whose name matches.")
 @click.option("--junit", type=click.Path(dir_okay=False), help="Write a JUnit report here.")
+@click.option("--runtime", type=click.Choice(["netns", "docker"]), default="netns", show_default=True)
 @click.option("--iptables", "backend", type=click.Choice(BACKENDS), default="auto", show_default=True)
 @click.option("--json", "as_json", is_flag=True)
-def verify(what: tuple[str, ...], only: str | None, junit: str | None, backend: str, as_json: bool) -> int:
+def verify(
+    what: tuple[str, ...], only: str | None, junit: str | None, runtime: str, backend: str, as_json: bool
+) -> int:
     """Run every TrafficTest of a lab and compare what happened with what it expects.
 
     A lab that is not up is brought up from FILE and taken down again.
@@ -302,7 +303,9 @@ def verify(what: tuple[str, ...], only: str | None, junit: str | None, backend: 
     from lab import verify as verification
 
     _need_root("lab verify")
-    outcome = verification.verify(what, only=only, backend=backend, log=lambda line: click.echo(line, err=True))
+    outcome = verification.verify(
+        what, only=only, backend=backend, runtime=runtime, log=lambda line: click.echo(line, err=True)
+    )
     if junit:
         try:
             Path(junit).write_text(outcome.junit(), encoding="utf-8")

@@ -57,6 +57,7 @@ class Lab:
         *,
         timeout: float = TIMEOUT,
         detach: bool = False,
+        runtime: str = "netns",
     ) -> Lab:
         """Brings a lab up and returns when all of it is ready.
 
@@ -67,13 +68,14 @@ class Lab:
             iptables: ``auto``, ``legacy``, ``nft`` or ``native-nft``.
             timeout: how long it may take, in seconds.
             detach: it outlives this process; otherwise it is taken down when this process ends, however that ends.
+            runtime: ``netns``, or ``docker`` for pods as containers (DOCKER_HOST and SIDECARLAB_IMAGE name engine and image).
 
         Raises:
             LabError: it cannot be; what had been made is gone again.
             KeyboardInterrupt: interrupted; likewise.
         """
         _need_root()
-        process = _launch({"backend": iptables, "timeout": timeout, "detach": detach})
+        process = _launch({"backend": iptables, "timeout": timeout, "detach": detach, **_runtime(runtime)})
         try:
             known = mesh() if callable(mesh) else mesh
             known = _with_files(known if name is None else replace(known, name=name))
@@ -132,9 +134,11 @@ class Lab:
 
 
 @contextmanager
-def running(mesh: Mesh, name: str | None = None, iptables: str = "auto", *, timeout: float = TIMEOUT) -> Iterator[Lab]:
+def running(
+    mesh: Mesh, name: str | None = None, iptables: str = "auto", *, timeout: float = TIMEOUT, runtime: str = "netns"
+) -> Iterator[Lab]:
     """A lab for the time of a ``with`` block (see `Lab.up`)."""
-    lab = Lab.up(mesh, name, iptables, timeout=timeout)
+    lab = Lab.up(mesh, name, iptables, timeout=timeout, runtime=runtime)
     try:
         yield lab
     finally:
@@ -158,6 +162,7 @@ def run_attached(
     *,
     backend: str = "auto",
     timeout: float = TIMEOUT,
+    runtime: str = "netns",
     on_ready: Callable[[Info], None] = lambda _: None,
 ) -> int:
     """``lab up``: runs until Ctrl-C, SIGTERM or ``lab down``; then the lab is down. Returns 0.
@@ -167,7 +172,7 @@ def run_attached(
         KeyboardInterrupt: interrupted before it was ready; nothing is left.
     """
     with _interruptible():
-        lab = Lab.up(mesh, iptables=backend, timeout=timeout)
+        lab = Lab.up(mesh, iptables=backend, timeout=timeout, runtime=runtime)
         try:
             on_ready(lab.info)
             lab.wait()
@@ -176,10 +181,12 @@ def run_attached(
     return 0
 
 
-def start_detached(mesh: Mesh | Callable[[], Mesh], *, backend: str = "auto", timeout: float = TIMEOUT) -> Info:
+def start_detached(
+    mesh: Mesh | Callable[[], Mesh], *, backend: str = "auto", timeout: float = TIMEOUT, runtime: str = "netns"
+) -> Info:
     """``lab up -d``: returns what `inspect` says when the lab is ready."""
     with _interruptible():
-        return Lab.up(mesh, iptables=backend, timeout=timeout, detach=True).info
+        return Lab.up(mesh, iptables=backend, timeout=timeout, detach=True, runtime=runtime).info
 
 
 def inspect(name: str) -> Info:
@@ -291,6 +298,14 @@ def _with_files(mesh: Mesh) -> Mesh:
     if missing is not None or not mesh.files:
         raise InputError("a lab needs manifest files", missing or "", "discovery and cluster DNS read them, too")
     return replace(mesh, files=tuple(os.path.abspath(file) for file in mesh.files))
+
+
+def _runtime(runtime: str) -> dict[str, object]:
+    if runtime != "docker":
+        return {}
+    from lab.fabric import engine
+
+    return {"runtime": runtime, "engine": engine.address(), "image": os.environ.get("SIDECARLAB_IMAGE", "")}
 
 
 def _launch(options: Mapping[str, object]) -> subprocess.Popen[bytes]:

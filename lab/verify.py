@@ -56,7 +56,9 @@ class Outcome:
         )
 
 
-def verify(what: Sequence[str], *, only: str | None, backend: str, log: Callable[[str], None]) -> Outcome:
+def verify(
+    what: Sequence[str], *, only: str | None, backend: str, log: Callable[[str], None], runtime: str = "netns"
+) -> Outcome:
     """Runs the tests of the running lab ``what`` names, or of manifests, whose lab is then brought up and taken down.
 
     Nothing given means the only lab that is up. ``log`` gets a line when something takes its time.
@@ -66,14 +68,14 @@ def verify(what: Sequence[str], *, only: str | None, backend: str, log: Callable
     """
     from lab.probe import runner
 
-    with _lab(what, only, backend, log) as (lab, mesh):
+    with _lab(what, only, backend, log, runtime) as (lab, mesh):
         verdicts = runner.run_tests(lab.name, mesh, runner.select(mesh.tests, only))
         return Outcome(lab.name, lab.backend, verdicts)
 
 
 @contextmanager
 def _lab(
-    what: Sequence[str], only: str | None, backend: str, log: Callable[[str], None]
+    what: Sequence[str], only: str | None, backend: str, log: Callable[[str], None], runtime: str
 ) -> Iterator[tuple[lifecycle.Lab, Mesh]]:
     from lab.probe import runner
 
@@ -101,7 +103,7 @@ def _lab(
         # The running lab is somebody's: these manifests get a lab of their own beside it.
         mesh = replace(mesh, name=_free_name(mesh.name))
         log(f"a lab of that name runs other manifests; this one is called {mesh.name}")
-    with lifecycle.running(mesh, iptables=backend) as lab:
+    with lifecycle.running(mesh, iptables=backend, runtime=runtime) as lab:
         yield lab, mesh
 
 

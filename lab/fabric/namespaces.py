@@ -146,6 +146,22 @@ def make(record: Record, place: str) -> bool:
     return True
 
 
+def adopt(record: Record, place: str, pid: int) -> None:
+    """Pins the network namespace of a process, made by others, as that of ``place``; what is missing in it `make` adds.
+
+    Raises:
+        LabError: the process has ended, or the kernel refused.
+    """
+    prepare(record)
+    path = paths.netns_path(record.name, place)
+    record.add("netns", place=place, path=str(path))
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o444))
+        _mount(f"/proc/{pid}/ns/net", path, "", MS_BIND)
+    except OSError as e:
+        raise _refused("a container's network namespace cannot be pinned", place, e) from None
+
+
 def unpin(record: Record, place: str) -> None:
     """Lets go of the namespace of ``place``; it ends with the last process and socket in it. Twice is fine."""
     path = paths.netns_path(record.name, place)

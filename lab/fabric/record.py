@@ -252,6 +252,7 @@ def _down(name: str, timeout: float) -> list[str]:
         entries = _entries(name)
         lab_id = _id(name, entries)
         removed += _end_processes(name, lab_id, entries, deadline)
+        removed += _remove_containers(lab_id, entries)
         removed += _unmount(name, entries)
         removed += _remove_files(name, entries)
     with suppress(OSError), _root_lock(make=False) as root:
@@ -429,6 +430,16 @@ def _command(pid: int) -> str:
 
 
 # --- mounts and files ---------------------------------------------------------------------------
+
+
+def _remove_containers(lab_id: str, entries: list[Entry]) -> list[str]:
+    """Their processes have ended by now; the engine still keeps what they were."""
+    engines = {str(e.get("address")) for e in entries if e.get("kind") == "engine"}
+    if not engines or not lab_id:
+        return []
+    from lab.fabric import engine
+
+    return [name for address in sorted(engines) for name in engine.remove(address, lab_id)]
 
 
 def _unmount(name: str, entries: list[Entry]) -> list[str]:

@@ -86,6 +86,23 @@ def become(spec: ProcessSpec) -> NoReturn:
         os._exit(code)
 
 
+def run_here(spec: ProcessSpec) -> int:
+    """Calls the spec's function in this very process, with the identity, environment and directory that it has already.
+
+    Returns:
+        the exit code, as of `become`.
+    """
+    _open_standard_streams(spec)
+    kernel.name_process(spec.name)
+    os.umask(0o022)
+    try:
+        return call_entry(spec.entry, spec.args)
+    except SystemExit as end:
+        return exit_code(end)
+    except KeyboardInterrupt:
+        return 130
+
+
 def reset_signals(*, exec_next: bool = False) -> None:
     """Signal handling as in a fresh Python process, or as in any fresh process if a program comes next."""
     signal.set_wakeup_fd(-1)

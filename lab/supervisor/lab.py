@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lab.containers import pods as contained
 from lab.errors import InputError, LabError
 from lab.fabric import paths, record
 from lab.fabric.record import Record
@@ -49,7 +50,7 @@ class Running:
 
     name: str
     pod: Pod | None = None
-    place: Place | None = None
+    place: Place | contained.Pod | None = None
     ready: bool = False
     reason: str = "it has not been started"
     expected: set[str] = field(default_factory=set)
@@ -81,6 +82,7 @@ class Supervisor:
         self._answers: set[asyncio.Task[None]] = set()
         self._credentials = Credentials(known.name)
         self._keeping: asyncio.Task[None] | None = None
+        self._contained: dict[str, contained.Pod] = {}
 
     # --- up ---------------------------------------------------------------------------------
 
@@ -93,10 +95,13 @@ class Supervisor:
         self._store_manifests()
         expose = mounts.program_paths(_binary_directories(self._mesh))
         self._zygote.log_to(files.log(self._lab, "zygote"))
-        self._fabric = asyncio.ensure_future(asyncio.to_thread(_build_fabric, self._mesh, self._record))
         files.notify_dir(self._lab).mkdir()
-        for running in (*self._pods.values(), *self._hosts.values()):
-            self._make_directory(running)
+        if self._options.runtime == "docker":  # the fabric puts its links into networks that the engine makes
+            self._make_directories()
+            await self._start_owners(expose)
+        self._fabric = asyncio.ensure_future(asyncio.to_thread(_build_fabric, self._mesh, self._record))
+        if self._options.runtime != "docker":
+            self._make_directories()
         self._fabric.add_done_callback(lambda _: self._phase("fabric"))
         self._zygote.ready.add_done_callback(lambda _: self._phase("zygote"))
         # The node's services need few of the zygote's modules: they start while it imports the others.
@@ -114,6 +119,24 @@ class Supervisor:
         self._zygote.gone.add_done_callback(lambda _: self._zygote_ended())
         self._log.write("ready", True, pods=len(self._pods), iptables=self._backend, seconds=f"{self._seconds():.2f}")
         await self._listen()
+
+    def _make_directories(self) -> None:
+        for running in (*self._pods.values(), *self._hosts.values()):
+            self._make_directory(running)
+
+    async def _start_owners(self, expose: tuple[str, ...]) -> None:
+        """The containers that own the networks of pods."""
+        engine = contained.Engine(self._options.engine, self._options.image, self._record)
+        await engine.connect()
+        turns = asyncio.Semaphore(_AT_ONCE)
+
+        async def start(number: int, pod: Pod) -> None:
+            async with turns:
+                spec = workload.pod_place(self._lab, self._mesh, pod, expose)
+                self._contained[pod.name] = await engine.pod(spec, pod, number, self._process_ended)
+
+        await _all(*(start(number, pod) for number, pod in enumerate(self._mesh.pods)))
+        self._phase("owners")
 
     async def _start_services(self, node: Place) -> None:
         specs = (
@@ -179,7 +202,12 @@ class Supervisor:
         self, running: Running, pod: Pod, expose: tuple[str, ...], services: asyncio.Future[None]
     ) -> None:
         running.reason = "its namespaces were not made"
-        place = running.place = await self._start_place(workload.pod_place(self._lab, self._mesh, pod, expose))
+        place: Place | contained.Pod | None = self._contained.get(pod.name)
+        if place is None:
+            place = await self._start_place(workload.pod_place(self._lab, self._mesh, pod, expose))
+        else:
+            self._keep(place)
+        running.place = place
         init = workload.init(self._mesh, pod, self._backend)
         if init is not None:
             running.reason = "init has not ended"
@@ -219,11 +247,15 @@ class Supervisor:
 
     async def _start_place(self, spec: PlaceSpec) -> Place:
         place = await self._zygote.start(spec, self._process_ended)
+        self._keep(place)
+        return place
+
+    def _keep(self, place: Place | contained.Pod) -> None:
+        """Remembers the process by which the place can be entered, and hears of its end."""
         process = record.ProcessId.of(place.pid)
         if process is not None:
-            self._record.add("process", pid=process.pid, starttime=process.starttime, role="keeper", place=spec.name)
-        place.ended.add_done_callback(lambda _: self._place_ended(spec.name))
-        return place
+            self._record.add("process", pid=process.pid, starttime=process.starttime, role="keeper", place=place.name)
+        place.ended.add_done_callback(lambda _: self._place_ended(place.name))
 
     async def _observe(self, place: str) -> None:
         """After init, so that init finds no rules but its own; before the first packet of agent and app."""
@@ -288,7 +320,7 @@ class Supervisor:
 
     # --- while it runs ----------------------------------------------------------------------
 
-    def _process_ended(self, place: Place, process: Process) -> None:
+    def _process_ended(self, place: Place | contained.Pod, process: Process) -> None:
         if process.name == "init":
             return
         running = self._running(place.name)
@@ -489,6 +521,8 @@ class Supervisor:
         if self._fabric is not None:
             await asyncio.wait([self._fabric])  # a thread cannot be interrupted, and would make things again
             self._fabric.exception()
+        for pod in self._contained.values():
+            pod.close()
         await self._zygote.stop()
         self._log.write("down", True, seconds=f"{self._seconds():.2f}")
         self._log.close()
@@ -542,7 +576,7 @@ async def _all(*work: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _pid(place: Place | None, name: str) -> int | None:
+def _pid(place: Place | contained.Pod | None, name: str) -> int | None:
     process = place.processes.get(name) if place is not None else None
     return process.pid if process is not None and process.running else None
 

@@ -9,9 +9,13 @@ from dataclasses import dataclass
 class Options:
     """``backend`` is what ``--iptables`` takes, ``timeout`` how long it may take in seconds.
 
-    ``detach``: the lab outlives whoever started it.
+    ``detach``: the lab outlives whoever started it. ``runtime``: ``netns``, or ``docker`` for pods as containers of the
+    engine at ``engine``, with ``image`` as ours.
     """
 
     backend: str = "auto"
     timeout: float = 60.0
     detach: bool = False
+    runtime: str = "netns"
+    engine: str = ""
+    image: str = ""

@@ -119,3 +119,9 @@ class Compose:
 def failures(document: Mapping[str, Any]) -> str:
     """What a failed test should say."""
     return "\n".join(f"{v['test']}: {v['differences'] or v['skipped']}" for v in document["verdicts"] if not v["pass"])
+
+
+def process(parent: int, name: str) -> int:
+    """A child of a process, by its command's name; pids are the host's."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return next(int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text().strip() == name)

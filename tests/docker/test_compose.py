@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Compose, docker, failures
+from conftest import Compose, docker, failures, process
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(900)]
 
@@ -167,9 +167,3 @@ def docker_logs(container: str) -> str:
 
     done = run("docker", "logs", container)
     return done.stdout + done.stderr
-
-
-def process(parent: int, name: str) -> int:
-    """A child of a process, by its command's name; pids are the host's."""
-    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    return next(int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text().strip() == name)
