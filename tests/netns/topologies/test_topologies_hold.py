@@ -48,6 +48,7 @@ def test_every_verdict_holds(topology: str, backend: str, usable: dict[str, str]
     document = json.loads(result.stdout)
     wrong = {v["test"]: v["differences"] or v["skipped"] for v in document["verdicts"] if v["pass"] is not True}
     assert wrong == {}
+    assert "lab: nack" not in result.stderr, "an Envoy rejected part of its configuration"
     assert result.returncode == 0
     assert document["verdicts"]
     seen = {
