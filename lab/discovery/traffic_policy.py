@@ -60,7 +60,9 @@ class Policy:
             elif service.traffic_distribution == "PreferSameNode":
                 keys.append("kubernetes.io/hostname")
             return {"failoverPriority": keys}
-        return {} if proxy.mesh_config.locality_lb_enabled else None
+        if not proxy.mesh_config.locality_lb_enabled:
+            return None
+        return _mapping(proxy.mesh_config.raw.get("localityLbSetting"))
 
 
 def _overlay(base: dict[str, Any], over: Mapping[str, Any], port_level: bool) -> None:

@@ -269,7 +269,7 @@ def mesh_config_of(config: mesh_config.MeshConfig, document: Map) -> MeshConfig:
         disable_envoy_listener_log=config.disable_envoy_listener_log,
         h2_upgrade=config.h2_upgrade_policy == "UPGRADE",
         dns_refresh_rate=config.dns_refresh_rate,
-        locality_lb_enabled=config.locality_lb_setting.enabled,
+        locality_lb_enabled=config.locality_lb_setting is None or config.locality_lb_setting.enabled is not False,
         path_normalization=config.path_normalization.normalization,
         default_config=default_config if isinstance(default_config, Mapping) else {},
         source=document.source(),

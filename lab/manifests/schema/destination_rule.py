@@ -13,9 +13,8 @@ from pydantic import Field, model_validator
 from lab.manifests.schema.base import DnsName, Duration, PositiveDuration, Spec, words
 from lab.manifests.schema.config import STATUS, ExportTo, PodSelector, PortSelector, RouteHost, one_of
 from lab.manifests.schema.connection_pool import ConnectionPoolSettings, Count
+from lab.manifests.schema.locality import LocalityLoadBalancerSetting, Percent
 from lab.manifests.schema.metadata import Labels, Object
-
-Percent = Annotated[int, Field(ge=0, le=100)]
 
 
 class RingHash(Spec):
@@ -51,32 +50,6 @@ class ConsistentHashLB(Spec):
     def _whole(self) -> Self:
         one_of(self, "http_header_name", "http_cookie", "use_source_ip", "http_query_parameter_name", required=True)
         one_of(self, "ring_hash", "maglev")
-        return self
-
-
-class Distribute(Spec):
-    from_: str = Field(alias="from")
-    to: dict[str, Percent]
-
-
-class Failover(Spec):
-    from_: str = Field(alias="from")
-    to: str
-
-
-class LocalityLoadBalancerSetting(Spec):
-    distribute: list[Distribute] = Field(default_factory=list)
-    failover: list[Failover] = Field(default_factory=list)
-    failover_priority: list[str] = Field(default_factory=list)
-    enabled: bool | None = None
-
-    @model_validator(mode="after")
-    def _whole(self) -> Self:
-        if self.distribute and (self.failover or self.failover_priority):
-            raise ValueError("distribute excludes failover and failoverPriority")
-        for entry in self.distribute:
-            if sum(entry.to.values()) != 100:
-                raise ValueError(f"the weights of distribute from {entry.from_} must add up to 100")
         return self
 
 

@@ -12,6 +12,7 @@ from pydantic import Field
 from lab.manifests.schema.base import DnsLabel, Duration, Port, PositiveDuration, Spec, words
 from lab.manifests.schema.config import ExportTo
 from lab.manifests.schema.connection_pool import TcpKeepalive
+from lab.manifests.schema.locality import LocalityLoadBalancerSetting
 from lab.manifests.schema.metadata import LabelSelector
 from lab.manifests.schema.retry import HTTPRetry
 
@@ -24,12 +25,6 @@ class OutboundTrafficPolicy(Spec):
 
 class InboundTrafficPolicy(Spec):
     mode: Literal["PASSTHROUGH", "LOCALHOST"] = "PASSTHROUGH"
-
-
-class LocalityLbSetting(Spec):
-    UNUSED = words("distribute failover failoverPriority")
-
-    enabled: bool = True
 
 
 class ProxyPathNormalization(Spec):
@@ -113,7 +108,7 @@ class MeshConfig(Spec):
     default_virtual_service_export_to: ExportTo = Field(default_factory=lambda: ["*"])
     default_destination_rule_export_to: ExportTo = Field(default_factory=lambda: ["*"])
     root_namespace: DnsLabel = "istio-system"
-    locality_lb_setting: LocalityLbSetting = Field(default_factory=LocalityLbSetting)
+    locality_lb_setting: LocalityLoadBalancerSetting | None = None
     dns_refresh_rate: PositiveDuration = 60.0
     h2_upgrade_policy: Literal["DO_NOT_UPGRADE", "UPGRADE"] = Field("DO_NOT_UPGRADE", alias="h2UpgradePolicy")
     discovery_selectors: list[LabelSelector] = Field(default_factory=list)

@@ -199,6 +199,17 @@ def test_distribute_sets_weights() -> None:
     assert sum(v for k, v in weights.items() if k[0] == "r1") == pytest.approx(80, abs=2)
 
 
+def test_mesh_wide_failover_and_a_rules_own_setting_over_it() -> None:
+    mesh = mesh_config("localityLbSetting: {failover: [{from: r1, to: r3}]}")
+    three = SPREAD + replica("s5", "10.2.0.5", "r3.z1.s1")
+    outlier = "{outlierDetection: {consecutive5xxErrors: 1}}"
+    found = {place: p for place, p, _ in groups(of(NEAR, three, WEB, mesh, rule(outlier)))}
+    assert (found["r3/z1/s1"], found["r2/z1/s1"]) == (3, 4)
+    own = rule("{outlierDetection: {consecutive5xxErrors: 1}, loadBalancer: {localityLbSetting: {enabled: true}}}")
+    found = {place: p for place, p, _ in groups(of(NEAR, three, WEB, mesh, own))}
+    assert (found["r3/z1/s1"], found["r2/z1/s1"]) == (3, 3)
+
+
 def test_locality_can_be_switched_off() -> None:
     off = mesh_config("localityLbSetting: {enabled: false}")
     found = groups(of(NEAR, SPREAD, WEB, off, rule("{outlierDetection: {consecutive5xxErrors: 1}}")))
