@@ -19,12 +19,11 @@ MODULES: tuple[str, ...] = (
     "lab.fabric.dns",
     "lab.trace.observer",
     "agent.preload",
-    "init.cli",
-    "init.program",
+    "init.preload",
 )
 """What the processes of a lab need (`lab.runtime.workload`); what the node's services need comes first, for they start first. The legacy back end adds `LEGACY_MODULES`."""
 
-LEGACY_MODULES = ("init.libiptc",)
+LEGACY_MODULES = ("init.preload_legacy",)
 
 
 def zygote(modules: Sequence[str], environ: Mapping[str, str]) -> Launched:
