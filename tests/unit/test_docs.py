@@ -27,7 +27,22 @@ DOCUMENTS = [*sorted(ROOT.glob("README.md")), *sorted((ROOT / "docs").glob("*.md
 DEADLINE = 110.0  # seconds for one block
 LANGUAGES = ("console", "sh", "bash", "shell")
 
-ELSEWHERE: dict[str, str] = {}
+ELSEWHERE: dict[str, str] = {
+    "docker compose up": "tests/docker/test_compose.py::test_up_shows_the_verdict_table_and_leaves_the_mesh_running",
+    "docker compose run --rm tests": "tests/docker/test_compose.py::test_run_gives_the_verdicts_and_their_exit_status",
+    "docker compose down -v": "tests/docker/test_compose.py::test_down_leaves_nothing",
+    ".venv/bin/lab up topologies/quickstart.yaml -d --runtime docker": (
+        "tests/docker/test_runtime_docker.py::test_verdicts_are_those_of_namespaces"
+    ),
+    (
+        "docker run --rm --user 0 --cap-drop ALL   --cap-add SYS_ADMIN --cap-add SYS_CHROOT --cap-add SYS_PTRACE"
+        "   --cap-add NET_ADMIN --cap-add NET_RAW --cap-add NET_BIND_SERVICE"
+        "   --cap-add SETUID --cap-add SETGID --cap-add SETPCAP"
+        "   --cap-add CHOWN --cap-add DAC_OVERRIDE --cap-add FOWNER --cap-add KILL"
+        "   --security-opt systempaths=unconfined --security-opt apparmor=unconfined"
+        '   -v "$PWD/docs/example:/src:ro" sidecarlab:latest lab verify /src/mesh.yaml'
+    ): "tests/docker/test_documented.py::test_a_container_with_the_listed_capabilities_runs_a_lab",
+}
 """Command -> ``tests/FILE.py::test_name`` that runs it."""
 
 
