@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,15 +23,17 @@ from lab.lifecycle import Lab
 from lab.manifests.load import load
 from lab.manifests.model import Mesh, TrafficTest
 from lab.probe import runner
-from lab.runtime import enter, files, workload
+from lab.runtime import enter
 from lab.runtime.identity import Identity
 from lab.runtime.launch import clean_environ
 from lab.trace import conntrack, netlink
 from lab.verdict import Verdict
 
-TOPOLOGIES = Path(__file__).parents[3] / "topologies"
+CHECKOUT = Path(__file__).parents[3]
+TOPOLOGIES = CHECKOUT / "topologies"
 
-HOPELESS = 0.4  # seconds for a flow that will get no answer, or that an Envoy will feed back to itself for ever
+HOPELESS = 0.4  # seconds for a flow that will get no answer
+ROUNDS = 3  # connections of an Envoy to itself; each is retried twice where it fails, so more would be many more
 
 Verdicts = Mapping[str, Verdict]
 
@@ -42,10 +45,10 @@ class Mutant:
         self.lab, self.mesh = lab, mesh
         self.tests: Mapping[str, TrafficTest] = {t.meta.name: t for t in mesh.tests}
 
-    def verify(self, hopeless: Collection[str] = (), at_once: int = 8) -> Verdicts:
+    def verify(self, hopeless: Collection[str] = ()) -> Verdicts:
         """Runs all tests; the ``hopeless`` ones get little time."""
         tests = [dataclasses.replace(t, timeout=HOPELESS) if t.meta.name in hopeless else t for t in self.mesh.tests]
-        return {v.test: v for v in runner.run_tests(self.lab.name, self.mesh, tests, at_once=at_once)}
+        return {v.test: v for v in runner.run_tests(self.lab.name, self.mesh, tests)}
 
     def those(self, wanted: Callable[[TrafficTest, Mapping[str, Any]], bool]) -> set[str]:
         """The names of the tests that a mutation concerns: ``wanted`` gets each test and its expectations."""
@@ -87,11 +90,8 @@ class Mutant:
             netlink.request(s, netlink.message(conntrack.MSG_DELETE, netlink.NLM_F_ACK, socket.AF_UNSPEC), 1)
 
     def pid(self, place: str, process: str) -> int:
-        """The host's number of a process; of the node's: ``discovery``, ``dns``, ``observer``."""
-        info = self.lab.inspect()
-        if place == paths.NODE:
-            return int(info["services"][process])
-        pod = next(p for p in info["pods"] if f"{p['name']}.{p['namespace']}" == place)
+        """The host's number of a process of a pod."""
+        pod = next(p for p in self.lab.inspect()["pods"] if f"{p['name']}.{p['namespace']}" == place)
         return int(pod["pids"][process])
 
     def kill(self, place: str, *processes: str) -> None:
@@ -108,7 +108,7 @@ class Mutant:
         """Processes of a pod are killed; yields what starts others there. In the end those are killed, and the pod's own
         (the first of ``processes``, which starts what hangs on it) runs again."""
         self.kill(place, *processes)
-        starter = Starter(enter.find(self.lab.name, place), paths.pod_dir(self.lab.name, place), "/run/sidecar")
+        starter = Starter(enter.find(self.lab.name, place), paths.pod_dir(self.lab.name, place))
         try:
             yield starter
         finally:
@@ -116,44 +116,27 @@ class Mutant:
             lifecycle.restart(self.lab.name, place, processes[0])
 
     @contextmanager
-    def other_discovery(self, change: str) -> Iterator[None]:
-        """A control plane that is the lab's own but for ``change`` (Python that runs first), once all proxies follow it.
+    def not_in_circles(self, port: int, uid: int, *pods: str) -> Iterator[None]:
+        """An Envoy that feeds ``port`` of itself is stopped after a few rounds: it could make thousands a second.
 
-        The lab has none afterwards.
+        A table of its own, behind nat: the rules under test stay as they are.
         """
-        params = workload.discovery(self.lab.name, self.mesh).args[0]
-        code = f"import json, sys\n{change}\nfrom lab.discovery.server import main\nsys.exit(main(json.loads(sys.argv[1])))"
-        self.kill(paths.NODE, "discovery")
-        directory = paths.run_dir(self.lab.name)
-        starter = Starter(enter.find(self.lab.name, paths.NODE), directory, str(directory), namespaces=("net",))
+        rule = f"tcp dport {port} tcp flags syn / syn,ack meta skuid {uid} ct count over {ROUNDS} reject with tcp reset"
+        table = f"table inet circles {{ chain output {{ type filter hook output priority 10; {rule}; }}; }}"
+        for pod in pods:
+            self.run(pod, "nft", "-f", "-", stdin=table)
         try:
-            starter.start([sys.executable, "-c", code, json.dumps(params)], Identity(0, 0), {})
-            starter.wait_ready()
-            self._all_acknowledge()
             yield
         finally:
-            starter.end()
-
-    def _all_acknowledge(self) -> None:
-        nodes = [
-            f"sidecar~{p.ip}~{p.meta.name}.{p.meta.namespace}~{p.meta.namespace}.svc.{self.mesh.domain_suffix}"
-            for p in self.mesh.pods
-            if p.injected
-        ]
-        with socket.socket(socket.AF_UNIX) as s:
-            s.settimeout(40)
-            s.connect(str(files.discovery_socket(self.lab.name)))
-            s.sendall(json.dumps({"op": "wait", "timeout": 30, "nodes": nodes}).encode() + b"\n")
-            with s.makefile("rb") as lines:
-                assert json.loads(lines.readline())["settled"]
+            for pod in pods:
+                self.run(pod, "nft", "delete", "table", "inet", "circles")
 
 
 class Starter:
     """Starts programs in a place, and waits for their READY=1."""
 
-    def __init__(self, place: enter.Place, directory: Path, inside: str, **options: Any) -> None:
-        self._place, self._options = place, options
-        self._inside = f"{inside}/ready"
+    def __init__(self, place: enter.Place, directory: Path) -> None:
+        self._place = place
         self._path = directory / "ready"
         self._ready = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._ready.bind(str(self._path))
@@ -162,8 +145,8 @@ class Starter:
         self._children: list[enter.Child] = []
 
     def start(self, command: Sequence[str], identity: Identity, env: Mapping[str, str], cwd: str = "/") -> None:
-        environ = clean_environ() | dict(env) | {"NOTIFY_SOCKET": self._inside}
-        child = enter.start(self._place, list(command), identity, env=environ, cwd=cwd, **self._options)
+        environ = clean_environ() | dict(env) | {"NOTIFY_SOCKET": "/run/sidecar/ready"}
+        child = enter.start(self._place, list(command), identity, env=environ, cwd=cwd)
         self._children.append(child)
 
     def wait_ready(self) -> None:
@@ -183,6 +166,24 @@ def mutant(topology: str, name: str) -> Iterator[Mutant]:
     mesh = load([TOPOLOGIES / topology], name=name)
     with lifecycle.running(mesh) as lab:
         yield Mutant(lab, mesh)
+
+
+@contextmanager
+def mutated_source(topology: str, name: str, directory: Path, module: str, code: str) -> Iterator[Mutant]:
+    """A lab whose programs are a copy of ours with ``code`` at the end of one ``module`` (a path); the probes are ours."""
+    directory.chmod(0o755)  # pods read it under uids of their own
+    for package in ("lab", "agent", "init"):
+        shutil.copytree(CHECKOUT / package, directory / package, ignore=shutil.ignore_patterns("__pycache__"))
+    with (directory / module).open("a") as f:
+        f.write(code)
+    command = [sys.executable, "-P", "-m", "lab", "up", str(TOPOLOGIES / topology), "--name", name, "-d"]
+    try:
+        environ = clean_environ() | {"PYTHONPATH": str(directory)}
+        done = subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        yield Mutant(lifecycle.attach(name), load([TOPOLOGIES / topology], name=name))
+    finally:
+        lifecycle.stop(name)
 
 
 def must_fail(verdicts: Verdicts, concerned: set[str]) -> None:

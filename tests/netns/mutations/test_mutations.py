@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mutation_lab import Mutant, must_fail, mutant
+from mutation_lab import Mutant, must_fail, mutant, mutated_source
 
 from lab.fabric import paths
 from lab.manifests.model import TrafficTest
@@ -125,8 +125,9 @@ def test_envoy_runs_as_1338(quickstart: Mutant) -> None:
         starter.start(agent, PROXY, {**spec.env, "DISABLE_ENVOY": "true"}, spec.cwd)
         starter.start([*anyone, *envoy], Identity(1338, 1338), spec.env, spec.cwd)
         starter.wait_ready()
-        concerned = quickstart.those(captured_by_frontend)
-        verdicts = quickstart.verify(hopeless=concerned, at_once=2)
+        with quickstart.not_in_circles(15001, 1338, FRONTEND):
+            verdicts = quickstart.verify()
+    concerned = quickstart.those(captured_by_frontend)
     must_fail(verdicts, concerned)
     for name in concerned:
         v = verdicts[name]
@@ -134,12 +135,12 @@ def test_envoy_runs_as_1338(quickstart: Mutant) -> None:
         assert (v.outbound.captured, v.outbound.redirected_to) == (True, 15001)
     # A connection that goes in circles may have no line in the log: it does not end. Those that have one say where they went.
     again = [v.envoy.upstream for v in verdicts.values() if v.envoy and v.envoy.upstream and v.envoy.upstream.captured]
-    assert again
+    assert again, [(n, verdicts[n].envoy, verdicts[n].outcome, verdicts[n].seconds) for n in concerned]
     assert {u.redirected_to for u in again} == {15001}
     assert {u.rule.text for u in again if u.rule} == {"-A ISTIO_REDIRECT -p tcp -j REDIRECT --to-ports 15001"}
-    # Over lo rule B takes an Envoy with the wrong uid for the app.
+    # Over lo rule B takes an Envoy with the wrong uid for the app: nothing sends it to the inbound listener.
     own = verdicts["own-service-goes-through-both-sides"]
-    assert "inbound.captured: expected true, got false" in own.differences
+    assert own.inbound is None or own.inbound.captured is False
 
 
 def test_the_agents_dns_is_stopped(quickstart: Mutant) -> None:
@@ -186,21 +187,25 @@ def test_the_app_listens_on_loopback_only(quickstart: Mutant) -> None:
 
 
 NO_127_0_0_6 = """
-from lab.discovery import clusters
-made = clusters.inbound_clusters
-def without_source(proxy):
-    for cluster in made(proxy):
+
+_made_inbound_clusters = inbound_clusters
+
+
+def inbound_clusters(proxy):
+    for cluster in _made_inbound_clusters(proxy):
         if cluster.name.startswith("inbound|"):
             cluster.ClearField("upstream_bind_config")
         yield cluster
-clusters.inbound_clusters = without_source
 """
 
 
-def test_127_0_0_6_is_dropped_from_the_inbound_cluster() -> None:
-    with mutant("quickstart.yaml", f"slt-{os.getpid()}-source") as lab, lab.other_discovery(NO_127_0_0_6):
-        concerned = lab.those(lambda t, e: (part(e, "inbound", "cluster") or "").startswith("inbound|"))
-        verdicts = lab.verify(hopeless=concerned, at_once=2)
+def test_127_0_0_6_is_dropped_from_the_inbound_cluster(tmp_path: Path) -> None:
+    name = f"slt-{os.getpid()}-source"
+    with mutated_source("quickstart.yaml", name, tmp_path, "lab/discovery/clusters.py", NO_127_0_0_6) as lab:
+        injected = [p.name for p in lab.mesh.pods if p.injected]
+        with lab.not_in_circles(15006, 1337, *injected):
+            verdicts = lab.verify()
+    concerned = lab.those(lambda t, e: (part(e, "inbound", "cluster") or "").startswith("inbound|"))
     must_fail(verdicts, concerned)
     for name in concerned:
         v = verdicts[name]
@@ -210,23 +215,26 @@ def test_127_0_0_6_is_dropped_from_the_inbound_cluster() -> None:
 
 
 ALLOW_ANY = """
-from envoy.config.route.v3 import route_components_pb2 as r
-from lab.discovery import routes
-made = routes.route_configuration
-def with_allow_any(proxy, name):
-    config = made(proxy, name)
+
+_made_route_configuration = route_configuration
+
+
+def route_configuration(proxy, name):
+    from envoy.config.route.v3 import route_components_pb2 as r
+
+    config = _made_route_configuration(proxy, name)
     for host in config.virtual_hosts:
         if host.name == "block_all":
             host.name = "allow_any"
-            del host.routes[:]
-            host.routes.append(r.Route(name="allow_any", match=r.RouteMatch(prefix="/"), route=r.RouteAction(cluster="PassthroughCluster")))
+            to = r.RouteAction(cluster="PassthroughCluster")
+            host.routes[0].CopyFrom(r.Route(name="allow_any", match=r.RouteMatch(prefix="/"), route=to))
     return config
-routes.route_configuration = with_allow_any
 """
 
 
-def test_block_all_is_swapped_for_allow_any() -> None:
-    with mutant("registry-only.yaml", f"slt-{os.getpid()}-any") as lab, lab.other_discovery(ALLOW_ANY):
+def test_block_all_is_swapped_for_allow_any(tmp_path: Path) -> None:
+    name = f"slt-{os.getpid()}-any"
+    with mutated_source("registry-only.yaml", name, tmp_path, "lab/discovery/routes.py", ALLOW_ANY) as lab:
         verdicts = lab.verify()
     concerned = lab.those(lambda t, e: part(e, "envoy", "virtual_host") == "block_all")
     must_fail(verdicts, concerned)

@@ -50,12 +50,12 @@ CATALOG = FlowTo("catalog.catalog", 8080)
 
 
 def test_a_request_on_a_pooled_connection_is_still_traced_to_its_syn(lab: Lab, mesh: Mesh) -> None:
-    first, second = (run(lab, mesh, flow("again", CATALOG))[0] for _ in range(2))
-    assert first.wire is not None
-    assert second.wire is not None
-    assert first.wire.packets == second.wire.packets, "Envoy made a second connection"
-    assert first.source_port != second.source_port
-    for verdict in (first, second):
+    # Each of Envoy's workers has a pool of its own; of more requests than workers, two share a connection.
+    many = len(os.sched_getaffinity(0)) + 2
+    verdicts = run(lab, mesh, *(flow(f"again-{i}", CATALOG) for i in range(many)))
+    assert len({v.source_port for v in verdicts}) == many
+    assert len({v.wire.packets for v in verdicts if v.wire}) < many, "no connection was used twice"
+    for verdict in verdicts:
         assert verdict.inbound is not None
         assert (verdict.inbound.captured, verdict.inbound.redirected_to) == (True, 15006)
         assert verdict.inbound.rule is not None
