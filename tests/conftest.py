@@ -6,7 +6,6 @@ import os
 
 import pytest
 
-
 FORKING = ("runtime", "trace", "probe", "mutations", "cli", "topologies", "explain")
 """Rooms below tests/netns whose tests enter namespaces by a fork of this process."""
 
