@@ -121,7 +121,10 @@ def up(
     dry_run: bool,
     as_json: bool,
 ) -> int:
-    """Bring a lab up from manifests. Attached by default: Ctrl-C takes it down."""
+    """Bring a lab up from manifests, or make the running one what they say now.
+
+    Attached by default: Ctrl-C takes it down. A lab that ran already goes on by itself.
+    """
 
     def read() -> Mesh:
         from lab.manifests.load import load
@@ -132,6 +135,15 @@ def up(
             threading.Thread(target=importlib.import_module, args=("lab.show",), daemon=True).start()
         return mesh
 
+    from lab.fabric import record
+
+    up_already = [lab.name for lab in record.list_labs() if lab.state == "running"]
+    if up_already:
+        from lab.manifests.load import lab_name
+
+        wanted = name or lab_name(Path(files[0]))
+        if wanted in up_already:
+            return _reconcile(wanted, files, backend, timeout, dry_run, as_json)
     if dry_run:
         return _plan(read(), backend, as_json)
     _need_root("lab up")
@@ -141,6 +153,49 @@ def up(
         show = functools.partial(_show_ready, as_json=as_json)
         return lifecycle.run_attached(read, backend=backend, timeout=timeout, runtime=runtime, on_ready=show)
     _show_ready(lifecycle.start_detached(read, backend=backend, timeout=timeout, runtime=runtime), as_json)
+    return 0
+
+
+def _reconcile(name: str, files: Sequence[str], backend: str, timeout: float, dry_run: bool, as_json: bool) -> int:
+    from lab import changing, lifecycle
+
+    _need_root("lab up of a running lab")
+    runs = lifecycle.inspect(name)
+    if backend not in ("auto", runs["iptables"]):
+        why = f"it runs with {runs['iptables']}"
+        raise InputError(f"lab {name} cannot change to --iptables {backend}", "", why, f"lab down {name} first")
+    changes = changing.to_manifests(name, files, dry_run=dry_run, timeout=timeout)
+    if changes.diff:
+        _warn(changes.mesh)
+    if as_json:
+        info = runs if dry_run else lifecycle.inspect(name)
+        _print_json({**info, "changes": changes.to_json()})
+    else:
+        for line in changes.lines():
+            click.echo(line)
+    return 0
+
+
+@cli.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path())
+@click.option("--lab", "lab_name", help="Which lab, if several are up.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0), default=60.0, show_default=True, help="Seconds until new pods are ready."
+)
+@click.option("--dry-run", is_flag=True, help="Print what would change and do nothing.")
+@click.option("--json", "as_json", is_flag=True)
+def apply(files: tuple[str, ...], lab_name: str | None, timeout: float, dry_run: bool, as_json: bool) -> int:
+    """Add objects to a running lab, or replace those of the same kind, namespace and name."""
+    _need_root("lab apply")
+    from lab import changing
+
+    changes = changing.apply(_running(lab_name), files, dry_run=dry_run, timeout=timeout)
+    _warn(changes.mesh, files)
+    if as_json:
+        _print_json(changes.to_json())
+    else:
+        for line in changes.lines():
+            click.echo(line)
     return 0
 
 
@@ -521,8 +576,10 @@ def _mesh_of(what: Sequence[str]) -> Mesh:
     return load(what)
 
 
-def _warn(mesh: Mesh) -> None:
+def _warn(mesh: Mesh, files: Sequence[str] = ()) -> None:
     for warning in mesh.warnings:
+        if files and warning.source.file not in files:
+            continue
         click.echo(f"warning: {warning.source}: {warning.message}", err=True)
 
 

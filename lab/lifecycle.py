@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -273,9 +274,16 @@ def ask(name: str, question: Mapping[str, object], timeout: float = 10.0) -> Inf
             sock.connect(str(path))
             sock.sendall(json.dumps(question).encode() + b"\n")
             with sock.makefile("rb") as lines:
-                answer: Info = json.loads(lines.readline())
+                line = lines.readline()
+                if not line:
+                    raise ConnectionResetError("it closed the connection without an answer")
+                answer: Info = json.loads(line)
     except (OSError, ValueError) as e:
         lab = record.info(name)
+        if isinstance(e, ConnectionError) and lab.state == "running" and lab.pid:
+            # Its sockets close before its process is gone: wait for the end that tells a crash from a refusal.
+            _wait_for_end(lab.pid)
+            lab = record.info(name)
         if lab.state == "crashed":
             raise InputError(
                 f'lab "{name}" has crashed', str(lab.path), "", f"Take it down with lab down {name}"
@@ -287,6 +295,17 @@ def ask(name: str, question: Mapping[str, object], timeout: float = 10.0) -> Inf
 
         raise error_from_json(answer["error"])
     return answer
+
+
+def _wait_for_end(pid: int, seconds: float = 1.0) -> None:
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        select.select([fd], [], [], seconds)
+    finally:
+        os.close(fd)
 
 
 # --- the supervisor's process ---------------------------------------------------------------------

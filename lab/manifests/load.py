@@ -67,17 +67,30 @@ def load_text(text: str, file: str = "-", name: str = "lab") -> Mesh:
     return mesh
 
 
+def texts(paths: Sequence[str | Path]) -> list[tuple[str, str]]:
+    """The names and contents of files and directories, in the order in which `load` reads them; raises InputError."""
+    return [(str(file), _text(file)) for file in _files(paths)]
+
+
+def load_texts(found: Sequence[tuple[str, str]], name: str, previous: Mesh | None = None) -> Mesh:
+    """The mesh that texts (file name, content) describe together; as `load`."""
+    problems = Problems()
+    mesh = _build(found, name, problems, previous)
+    if mesh is None:
+        raise problems.errors[0]
+    return mesh
+
+
 def check(
     paths: Sequence[str | Path], name: str | None = None, previous: Mesh | None = None
 ) -> tuple[Mesh | None, list[InputError]]:
     """The mesh, or None and every error that was found, in the order of the files."""
     try:
-        files = _files(paths)
-        texts = [(str(file), _text(file)) for file in files]
+        found = texts(paths)
     except InputError as error:
         return None, [error]
     problems = Problems()
-    mesh = _build(texts, name or lab_name(Path(paths[0])), problems, previous)
+    mesh = _build(found, name or lab_name(Path(paths[0])), problems, previous)
     return mesh, problems.errors
 
 

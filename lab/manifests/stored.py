@@ -14,11 +14,26 @@ from pathlib import Path
 from lab.manifests.model import Mesh
 
 
-def save(mesh: Mesh, directory: Path) -> None:
-    """Puts the mesh beside the directory of its manifests, which must be complete."""
+def save(mesh: Mesh, directory: Path, *others: Path) -> None:
+    """Puts the mesh beside the directory of its manifests, which must be complete.
+
+    Args:
+        others: directories with manifests that may take the place of ``directory``: the mesh holds for them, too.
+    """
     new = directory.with_name(f"{directory.name}.mesh.new")
-    new.write_bytes(pickle.dumps((_fingerprint(directory), mesh)))
+    new.write_bytes(pickle.dumps(({fingerprint(one) for one in (directory, *others)}, mesh)))
     os.replace(new, _beside(directory))
+
+
+def copy_name(number: int, file: str) -> str:
+    """What the copy of a manifest is called; numbers keep the order in which they were read, which says who is oldest."""
+    name = os.path.basename(file)
+    return f"{number:04d}-{name}" if name.endswith((".yaml", ".yml")) else f"{number:04d}-{name}.yaml"
+
+
+def texts(directory: Path) -> list[tuple[str, str]]:
+    """Paths and contents of the copies, in order."""
+    return [(str(file), file.read_text(encoding="utf-8")) for file in _files(directory)]
 
 
 def load(directory: str | Path, name: str | None = None) -> Mesh:
@@ -28,8 +43,8 @@ def load(directory: str | Path, name: str | None = None) -> Mesh:
         InputError: as `lab.manifests.load.load`.
     """
     try:
-        fingerprint, mesh = pickle.loads(_own(_beside(Path(directory))))
-        if fingerprint == _fingerprint(Path(directory)) and isinstance(mesh, Mesh) and name in (None, mesh.name):
+        fingerprints, mesh = pickle.loads(_own(_beside(Path(directory))))
+        if fingerprint(Path(directory)) in fingerprints and isinstance(mesh, Mesh) and name in (None, mesh.name):
             return mesh
     except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError, TypeError, ValueError):
         pass  # not stored, or by other code: the manifests themselves are what counts
@@ -49,10 +64,14 @@ def _own(path: Path) -> bytes:
         return file.read()
 
 
-def _fingerprint(directory: Path) -> str:
+def fingerprint(directory: Path) -> str:
+    """A digest of the names and texts of a directory's manifests."""
     digest = hashlib.sha256()
-    for file in sorted(directory.iterdir()):
-        if file.suffix in (".yaml", ".yml"):
-            data = file.read_bytes()
-            digest.update(f"{file.name}\0{len(data)}\0".encode() + data)
+    for file in _files(directory):
+        data = file.read_bytes()
+        digest.update(f"{file.name}\0{len(data)}\0".encode() + data)
     return digest.hexdigest()
+
+
+def _files(directory: Path) -> list[Path]:
+    return [file for file in sorted(directory.iterdir()) if file.suffix in (".yaml", ".yml")]

@@ -41,6 +41,7 @@ _AT_RECURSIVE = 0x8000
 _OPEN_TREE_CLONE = 1
 _MOVE_MOUNT_F_EMPTY_PATH = 4
 _MOUNT_ATTR_RDONLY = 1
+_RENAME_EXCHANGE = 2
 
 
 class _MountAttr(ctypes.Structure):
@@ -125,6 +126,14 @@ def make_read_only(where: int | str, *, recursive: bool = True) -> None:
         arguments = (_AT_FDCWD, os.fsencode(where), ctypes.c_uint(flags))
     result = libc().syscall(_SYS_MOUNT_SETATTR, *arguments, ctypes.byref(attributes), ctypes.sizeof(attributes))
     check(int(result), str(where))
+
+
+def exchange(one: str, other: str) -> None:
+    """renameat2(2) with RENAME_EXCHANGE: two files or directories change their names, at once."""
+    result = libc().renameat2(
+        _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE)
+    )
+    check(int(result), other)
 
 
 def set_hostname(name: str) -> None:

@@ -40,6 +40,10 @@ _ECHO_PROTOCOLS: Mapping[Protocol, str] = {
 }
 
 
+DOWNWARD = ("etc/istio/pod/labels", "etc/istio/pod/annotations")
+"""Files of a pod's own directory that follow its metadata while it runs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Owner:
     """A file or directory of a pod's own directory: its path below it, text (None: a directory) and owner."""
@@ -171,8 +175,8 @@ def pod_files(pod: Pod) -> tuple[Owner, ...]:
         Owner("etc", PROXY_UID),
         Owner("etc/istio", PROXY_UID),
         Owner("etc/istio/pod", PROXY_UID),
-        Owner("etc/istio/pod/labels", PROXY_UID, etc.downward_api(pod.meta.labels)),
-        Owner("etc/istio/pod/annotations", PROXY_UID, etc.downward_api(pod.meta.annotations)),
+        Owner(DOWNWARD[0], PROXY_UID, etc.downward_api(pod.meta.labels)),
+        Owner(DOWNWARD[1], PROXY_UID, etc.downward_api(pod.meta.annotations)),
         *(Owner(path, PROXY_UID) for path in _parents(files.TOKEN, files.ROOT_CERT)),
         Owner(files.ECHO, app.uid, ""),
     )

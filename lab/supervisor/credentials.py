@@ -46,12 +46,11 @@ class Credentials:
         _replace(directory / files.TOKEN, token, 0o640)
         _replace(directory / files.ROOT_CERT, root, 0o644)
 
-    async def keep(self, pods: Iterable[Pod], failed: Callable[[Pod, LabError], None]) -> None:
-        """Replaces them in time, for ever. What fails is told, and tried again the next time."""
-        mine = list(pods)
+    async def keep(self, pods: Callable[[], Iterable[Pod]], failed: Callable[[Pod, LabError], None]) -> None:
+        """Replaces in time, for ever, those of the pods that there are then. What fails is told, and tried again the next time."""
         while True:
             await asyncio.sleep(self._lifetime * _RENEWED)
-            for pod in mine:
+            for pod in list(pods()):
                 try:
                     await self.mount(pod)
                 except LabError as e:

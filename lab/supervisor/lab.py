@@ -1,7 +1,8 @@
 """One running lab: brings it up, says what runs, restarts what it is asked to, takes it down.
 
 Control socket (JSON lines): ``inspect``; ``discovery`` (its status); ``drain`` (SIGTERM to every pod's processes, and
-wait); ``stop``, with ``graceful`` after a drain; ``restart`` with ``place`` and ``process``.
+wait); ``stop``, with ``graceful`` after a drain; ``restart`` with ``place`` and ``process``; ``change`` to the
+manifests that lie at ``staged`` (`lab.supervisor.change`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,7 @@ from lab.runtime.client import Ended, Place, PlaceSpec, Process, Zygote
 from lab.runtime.lines import ask, error_to_json
 from lab.runtime.logs import Log, last_error
 from lab.runtime.spawn import ProcessSpec
+from lab.supervisor.change import Change
 from lab.supervisor.credentials import Credentials
 from lab.supervisor.options import Options
 
@@ -55,6 +57,8 @@ class Running:
     reason: str = "it has not been started"
     expected: set[str] = field(default_factory=set)
     """Processes that were started and should run."""
+    leaving: bool = False
+    """It is being taken away on purpose."""
 
 
 class Supervisor:
@@ -82,6 +86,7 @@ class Supervisor:
         self._answers: set[asyncio.Task[None]] = set()
         self._credentials = Credentials(known.name)
         self._keeping: asyncio.Task[None] | None = None
+        self._changing: asyncio.Task[None] | None = None
         self._contained: dict[str, contained.Pod] = {}
 
     # --- up ---------------------------------------------------------------------------------
@@ -114,8 +119,7 @@ class Supervisor:
         finally:
             services.cancel()
         await self._tell_nacks()
-        meshed = [pod for pod in self._mesh.pods if pod.injected]
-        self._keeping = asyncio.create_task(self._credentials.keep(meshed, self._not_renewed))
+        self._keeping = asyncio.create_task(self._credentials.keep(self._meshed, self._not_renewed))
         self._zygote.gone.add_done_callback(lambda _: self._zygote_ended())
         self._log.write("ready", True, pods=len(self._pods), iptables=self._backend, seconds=f"{self._seconds():.2f}")
         await self._listen()
@@ -155,7 +159,15 @@ class Supervisor:
             log = files.log(self._lab, spec.name)
             raise LabError(f"{spec.name} did not start", why=_why(log, ended.code)) from None
 
-    async def _start_all(self, expose: tuple[str, ...], services: asyncio.Future[None]) -> None:
+    async def _start_all(
+        self,
+        expose: tuple[str, ...],
+        services: asyncio.Future[None],
+        names: Collection[str] | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Starts the places called so, or all, and returns when they are ready."""
+        limit = self._options.timeout if timeout is None else timeout
         turns = asyncio.Semaphore(_AT_ONCE)
         hosts = {_place_of(host): host for host in self._mesh.external_hosts}
 
@@ -168,17 +180,17 @@ class Supervisor:
             running.ready, running.reason = True, ""
             self._phase(running.name)
 
-        everything = (*self._pods.values(), *self._hosts.values())
+        everything = [*self._pods.values(), *self._hosts.values()]
+        if names is not None:
+            everything = [running for running in everything if running.name in names]
         try:
-            async with asyncio.timeout(self._options.timeout):
+            async with asyncio.timeout(limit):
                 await self._unless_rejected(_all(asyncio.shield(services), *map(start, everything)))
         except TimeoutError:
             if not services.done():
-                raise LabError(
-                    f"the lab was not ready after {self._options.timeout:g} s", why="discovery is not"
-                ) from None
+                raise LabError(f"the lab was not ready after {limit:g} s", why="discovery is not") from None
             late = next(r for r in everything if not r.ready)
-            raise await self._not_ready(late, f"after {self._options.timeout:g} s {late.reason}") from None
+            raise await self._not_ready(late, f"after {limit:g} s {late.reason}") from None
 
     async def _unless_rejected(self, starting: Coroutine[Any, Any, None]) -> None:
         """Ends the wait for pods when one of them cannot become ready any more.
@@ -189,7 +201,7 @@ class Supervisor:
         doing = asyncio.ensure_future(starting)
         try:
             while not (await asyncio.wait([doing], timeout=_REJECTION_PAUSE))[0]:
-                for name, error in (await self._nacks()).items():
+                for name, error in (await self.nacks()).items():
                     running = self._pods.get(name)
                     if running is not None and not running.ready and error.startswith(("LDS", "CDS")):
                         raise await self._not_ready(running, running.reason)
@@ -287,7 +299,7 @@ class Supervisor:
 
     async def _not_ready(self, running: Running, reason: str) -> LabError:
         kind = "pod" if running.pod is not None else "external host"
-        nack = (await self._nacks()).get(running.name)
+        nack = (await self.nacks()).get(running.name)
         if nack:
             reason = f"{reason}; its Envoy rejected {nack}"
         elif running.pod is not None and running.pod.injected and "agent" in running.expected:
@@ -301,7 +313,7 @@ class Supervisor:
         directory.mkdir()
         for number, file in enumerate(self._mesh.files):
             try:
-                shutil.copyfile(file, directory / f"{number:04d}-{_yaml_name(file)}")
+                shutil.copyfile(file, directory / stored.copy_name(number, file))
             except OSError as e:
                 raise InputError("a manifest cannot be read again", file, str(e.strerror)) from None
         stored.save(self._mesh, directory)
@@ -335,6 +347,8 @@ class Supervisor:
     def _place_ended(self, name: str) -> None:
         running = self._running(name)
         if running is not None:
+            if running.leaving:
+                return
             running.ready, running.reason = False, "its first process has ended"
             running.expected.clear()
         if not self._ending:
@@ -349,8 +363,11 @@ class Supervisor:
         """A pod may be ready although its Envoy rejected something (routes, endpoints); that is said, not hidden."""
         with suppress(LabError):
             await ask(files.discovery_socket(self._lab), {"op": "wait", "timeout": _SETTLE}, timeout=2 * _SETTLE)
-        for pod, error in (await self._nacks()).items():
+        for pod, error in (await self.nacks()).items():
             self._event("nack", pod, error=error)
+
+    def _meshed(self) -> list[Pod]:
+        return [pod for pod in self._mesh.pods if pod.injected]
 
     def _not_renewed(self, pod: Pod, error: LabError) -> None:
         self._event("token-not-renewed", pod.name, error=str(error))
@@ -369,7 +386,7 @@ class Supervisor:
 
     async def inspect(self) -> dict[str, Any]:
         """The contract's shape, and more."""
-        nacks = await self._nacks()
+        nacks = await self.nacks()
         return {
             "name": self._lab,
             "pid": os.getpid(),
@@ -385,6 +402,7 @@ class Supervisor:
                     "pids": {"app": _pid(self._hosts[_place_of(host)].place, "app")},
                 }
                 for host in self._mesh.external_hosts
+                if _place_of(host) in self._hosts
             ],
             "services": {name: _pid(self._node, name) for name in ("discovery", "dns", "observer")},
             "events": list(self._events),
@@ -414,7 +432,7 @@ class Supervisor:
             "nack": nacks.get(pod.name),
         }
 
-    async def _nacks(self) -> dict[str, str]:
+    async def nacks(self) -> dict[str, str]:
         """Per pod what its Envoy rejected, in Envoy's words (node id: TYPE~IP~POD.NAMESPACE~DOMAIN)."""
         try:
             status = await ask(files.discovery_socket(self._lab), {"op": "status"}, timeout=2.0)
@@ -444,8 +462,8 @@ class Supervisor:
         left = [process.pid for process in processes if process.running]
         return {"drained": len(processes) - len(left), "left": left}
 
-    async def restart(self, name: str, process: str) -> dict[str, Any]:
-        """Starts a process of a place again, with what it was started with; ends it first if it runs."""
+    async def restart(self, name: str, process: str, spec: ProcessSpec | None = None) -> dict[str, Any]:
+        """Starts a process of a place again, with what it was started with or ``spec``; ends it first if it runs."""
         running = self._running(name)
         old = running.place.processes.get(process) if running is not None and running.place is not None else None
         if running is None or old is None:
@@ -453,10 +471,124 @@ class Supervisor:
         running.expected.discard(process)
         old.signal(signal.SIGKILL)
         await old.exited
-        new = await asyncio.wait_for(self._start_process(running, old.spec), self._options.timeout)
+        new = await asyncio.wait_for(self._start_process(running, spec or old.spec), self._options.timeout)
         if running.place is not None and not running.place.ended.done():
             running.ready, running.reason = True, ""
         return {"pid": new.pid}
+
+    async def change(self, staged: Path, base: str, timeout: float) -> dict[str, Any]:
+        """Makes the lab that of the manifests in a directory, which this takes; if it cannot be, all stays as it is.
+
+        Args:
+            base: the fingerprint of the manifests that the caller has seen running.
+            timeout: how long new pods may take to be ready, in seconds.
+        """
+        if self._changing is not None:
+            raise InputError(f"lab {self._lab} is being changed", why="one change at a time", next_step="Try again")
+        if base != stored.fingerprint(paths.manifests_dir(self._lab)):
+            raise InputError(
+                f"lab {self._lab} was not changed", why="somebody else changed it meanwhile", next_step="Try again"
+            )
+        change = Change(self, stored.load(staged, self._lab), staged, timeout)
+        self._changing = asyncio.create_task(change.run())
+        try:
+            await asyncio.wait([self._changing])
+            if self._changing.cancelled():
+                raise LabError(f"lab {self._lab} was not changed", why="it is being taken down")
+            self._changing.result()
+        except OSError as e:
+            raise LabError(f"lab {self._lab} was not changed", e.filename or "", str(e.strerror)) from None
+        finally:
+            self._changing = None
+        self._event("changed", paths.NODE)
+        return {"changed": self._lab}
+
+    # --- what a change needs (`lab.supervisor.change`) --------------------------------------
+
+    @property
+    def name(self) -> str:
+        return self._lab
+
+    @property
+    def record(self) -> Record:
+        return self._record
+
+    @property
+    def runtime(self) -> str:
+        return self._options.runtime
+
+    @property
+    def ending(self) -> bool:
+        """It is being taken down."""
+        return self._ending
+
+    @property
+    def mesh(self) -> Mesh:
+        """What places are started from."""
+        return self._mesh
+
+    @mesh.setter
+    def mesh(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    async def in_fabric(self, work: Callable[[], None]) -> None:
+        """Runs work on namespaces in a thread; an end of the lab waits for it."""
+        self._fabric = asyncio.ensure_future(asyncio.to_thread(work))
+        await asyncio.shield(self._fabric)
+
+    def admit(self, names: Collection[str], mesh: Mesh) -> None:
+        """Makes places of a mesh known, with a directory each."""
+        pods = [Running(pod.name, pod) for pod in mesh.pods if pod.name in names]
+        hosts = [Running(name) for name in map(_place_of, mesh.external_hosts) if name in names]
+        self._pods.update((running.name, running) for running in pods)
+        self._hosts.update((running.name, running) for running in hosts)
+        for running in (*pods, *hosts):
+            self._make_directory(running)
+
+    async def start(self, names: Collection[str], timeout: float) -> None:
+        """Starts places that are known; returns when they are ready.
+
+        Raises:
+            LabError: one of them is not, in time or ever.
+        """
+        services: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        services.set_result(None)
+        expose = mounts.program_paths(_binary_directories(self._mesh))
+        await self._start_all(expose, services, names, timeout)
+
+    async def dismiss(self, names: Collection[str]) -> None:
+        """Ends places and everything in them at once, and forgets them. Those that never came so far are no matter."""
+        places = [place for name in names if (place := self._zygote.places.get(name)) is not None]
+        for name in names:
+            running = self._running(name)
+            if running is not None:
+                running.leaving, running.ready, running.reason = True, False, "it is taken away"
+                running.expected.clear()
+            with suppress(LabError):  # it would else keep the network namespace alive
+                await ask(files.observer_socket(self._lab), {"op": "detach", "place": name})
+        for place in places:
+            await asyncio.wait((place.known, self._zygote.gone), return_when=asyncio.FIRST_COMPLETED)
+            place.kill()
+        for place in places:
+            await asyncio.wait([place.ended])
+            self._zygote.places.pop(place.name, None)
+        for name in names:
+            self._pods.pop(name, None)
+            self._hosts.pop(name, None)
+
+    def spec(self, name: str, process: str) -> ProcessSpec:
+        """What a process of a place was started with."""
+        running = self._running(name)
+        if running is None or running.place is None or process not in running.place.processes:
+            raise InputError(f"there is no process {process} in {name}", f"lab {self._lab}")
+        return running.place.processes[process].spec
+
+    def adopt(self, mesh: Mesh) -> None:
+        """From now on this is what the lab is; all of its places run."""
+        self._mesh = mesh
+        self._pods = {pod.name: self._pods[pod.name] for pod in mesh.pods}
+        for pod in mesh.pods:
+            self._pods[pod.name].pod = pod
 
     # --- control socket ---------------------------------------------------------------------
 
@@ -492,6 +624,10 @@ class Supervisor:
                     return await self.drain()
                 case "restart":
                     return await self.restart(str(request["place"]), str(request["process"]))
+                case "change":
+                    return await self.change(
+                        Path(request["staged"]), str(request["base"]), float(request.get("timeout") or 60.0)
+                    )
                 case "stop":
                     if request.get("graceful"):
                         await self.drain()
@@ -518,6 +654,9 @@ class Supervisor:
             self._keeping.cancel()
         if self._control is not None:
             self._control.close()
+        if self._changing is not None:
+            self._changing.cancel()
+            await asyncio.wait([self._changing])
         if self._fabric is not None:
             await asyncio.wait([self._fabric])  # a thread cannot be interrupted, and would make things again
             self._fabric.exception()
@@ -558,11 +697,6 @@ def _binary_directories(mesh: Mesh) -> list[str]:
     configs = [mesh.mesh_config.default_config, *(pod.proxy_config for pod in mesh.pods)]
     binaries = [config.get("binaryPath") for config in configs]
     return [os.path.dirname(path) for path in binaries if isinstance(path, str) and os.path.isabs(path)]
-
-
-def _yaml_name(file: str) -> str:
-    path = Path(file)
-    return path.name if path.suffix in (".yaml", ".yml") else f"{path.name}.yaml"
 
 
 async def _all(*work: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:

@@ -39,6 +39,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "lab.show": PACKAGES,
     "lab.supervisor": PACKAGES,
     "lab.lifecycle": PACKAGES,
+    "lab.changing": PACKAGES,
     "lab.verify": PACKAGES,
     "lab.explaining": PACKAGES,
     "lab.dumpworld": PACKAGES,

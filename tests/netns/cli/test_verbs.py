@@ -136,10 +136,17 @@ def test_verify_with_a_glob_that_matches_nothing_has_nothing_to_run(running: str
     assert "nothing to run" in lab("verify", running, "--only", "zzz*", code=2).stderr
 
 
-def test_up_of_the_same_name_is_refused_and_the_lab_lives_on(running: str) -> None:
-    result = lab("up", "-d", "--name", running, QUICKSTART, code=2)
-    assert len(result.stderr.splitlines()) == 1
-    assert lab_json("inspect", running)["name"] == running
+def test_up_of_the_same_manifests_changes_nothing(running: str) -> None:
+    before = lab_json("inspect", running)
+    assert lab("up", "--name", running, QUICKSTART).stdout == f"{running}: already up, nothing changed\n"
+    assert lab_json("inspect", running)["pods"] == before["pods"]
+
+
+def test_up_of_a_running_lab_with_another_back_end_is_refused(running: str) -> None:
+    used = lab_json("inspect", running)["iptables"]
+    other = "nft" if used == "legacy" else "legacy"
+    result = lab("up", "-d", "--name", running, "--iptables", other, QUICKSTART, code=2)
+    assert (len(result.stderr.splitlines()), f"it runs with {used}" in result.stderr) == (1, True)
 
 
 def test_down_after_kill_9_of_everything_that_knows_leaves_nothing() -> None:
