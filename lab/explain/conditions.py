@@ -321,17 +321,39 @@ class Zone(NamedTuple):
         return f"conntrack zone {packet.zone or 0}"
 
 
+class Connected(NamedTuple):
+    """There is a connection to read from; nftables ends a rule where there is none."""
+
+    text: str
+
+    def check(self, packet: Packet, _host: Host) -> Answer:
+        return packet.has_connection
+
+    def found(self, packet: Packet, _host: Host) -> str:
+        return "a connection" if packet.has_connection else "no connection"
+
+
 class AddressType(NamedTuple):
-    """The routing table's word for an address: LOCAL, BROADCAST, MULTICAST, UNICAST. ``limit`` keeps it to the interface."""
+    """The routing table's word for an address: LOCAL, BROADCAST, MULTICAST, UNICAST. ``limit`` keeps it to the interface.
+
+    In IPv6 iptables' UNICAST means any address that is no multicast one, a local one too; nftables' (``strict``) does not.
+    """
 
     text: str
     side: Side
     types: frozenset[str]
     negate: bool = False
     limit: Literal["", "in", "out"] = ""
+    strict: bool = False
 
     def check(self, packet: Packet, host: Host) -> Answer:
         kind = address_type(packet, host, self.side, self.limit)
+        if packet.family == "ipv6" and not self.strict:
+            class_ = "MULTICAST" if kind == "MULTICAST" else "UNICAST"
+            if {"UNICAST", "MULTICAST"} & self.types and class_ not in self.types:
+                return self.negate
+            if not self.types - {"UNICAST", "MULTICAST"}:
+                return not self.negate
         if kind is None:
             return Doubt(f"{self.text}: the addresses of this machine are not known")
         return (kind in self.types) != self.negate

@@ -532,6 +532,8 @@ class _Rule:
             value = int(self.next(), 0)
             return self.add(r.SetMark(of, value), f"{name} 0x{value:08x}")
         shown = {"packet": "meta mark", "connection": "ct mark"}[source]
+        if source == "connection":
+            self.parts.append(c.Connected("ct mark"))
         operator = {"and": "&", "or": "|", "xor": "^"}.get(self.peek(), self.peek())
         if operator not in ("&", "|", "^"):
             if source == of:
@@ -580,22 +582,23 @@ class _Rule:
         if word not in ("dnat", "snat"):
             return False
         self.at += 1
+        family: Family | None = None if self.family == "inet" else self.family  # type: ignore[assignment]
         if self.peek() in ("ip", "ip6"):
-            self.parts.append(c.IPVersion(f"{word} {self.peek()}", "ipv4" if self.next() == "ip" else "ipv6"))
+            family = "ipv4" if self.next() == "ip" else "ipv6"
         self.take("addr", ".", "port") or self.take("addr")
         if not self.take("to"):
             raise ValueError
         what: Literal["src", "dst"] = "dst" if word == "dnat" else "src"
         if self.take("numgen"):
-            return self._spread(what, start)
+            return self._spread(what, family, start)
         ends = [self.next()]
         if self.take("."):
             ends.append(self.next())
         end = _nat_end(ends)
         self._flags()
-        return self.add(r.Translate(what, (end,)), self._said(start))
+        return self.add(r.Translate(what, (end,), family), self._said(start))
 
-    def _spread(self, what: Literal["src", "dst"], start: int) -> bool:
+    def _spread(self, what: Literal["src", "dst"], family: Family | None, start: int) -> bool:
         """``numgen random mod N map { 0 : ADDRESS . PORT, ... }``: each its share."""
         self.at += 1  # random or inc
         if not self.take("mod"):
@@ -608,7 +611,7 @@ class _Rule:
             key, value = element[: element.index(":")], element[element.index(":") + 1 :]
             low, _, high = key[0].partition("-")
             share = (int(high or low) - int(low) + 1) / modulus
-            shares.append((share, r.Translate(what, (_nat_end([v for v in value if v != "."]),))))
+            shares.append((share, r.Translate(what, (_nat_end([v for v in value if v != "."]),), family)))
         self._flags()
         return self.add(r.Spread(tuple(shares)), self._said(start))
 
@@ -661,14 +664,27 @@ class _Rule:
         if self.peek() in ("&", "and") and len(keys) == 1:
             self.at += 1
             mask = self._value()
-        operator = self.next() if self.peek() in ("==", "!=", "<", ">", "<=", ">=", "eq", "ne") else "=="
+        operator = self.next() if self.peek() in ("==", "!=", "!", "<", ">", "<=", ">=", "eq", "ne") else ""
         negated = operator in ("!=", "ne")
         value = self._value()
         text = f"{' . '.join(k.name for k in keys)}{' & ' + ' '.join(mask) if mask else ''}"
-        text += f"{' !=' if negated else '' if operator in ('==', 'eq') else ' ' + operator} "
+        text += f"{' !=' if negated else '' if operator in ('', '==', 'eq') else ' ' + operator} "
         if operator in ("<", ">", "<=", ">="):
             value = _inequality(operator, value[0])
             return self.add(keys[0].make(value, False, text + value[0]), text + value[0])
+        if keys[0].name == "tcp flags" and self.take("/"):
+            # How newer programs write a mask: ``tcp flags syn / fin,syn,rst,ack``.
+            mask = self._value()
+            text += f"{','.join(v for v in value if v != ',')} / {','.join(v for v in mask if v != ',')}"
+            wanted = _flag_names([v for v in value if v != ","])
+            return self.add(c.TcpFlags(text, _flag_names([v for v in mask if v != ","]), wanted, negated), text)
+        if keys[0].name == "tcp flags" and operator in ("", "!") and mask is None and value[0] not in ("{", "0"):
+            # Flags without an operator: any of them is set; with "!": none is.
+            text += ",".join(v for v in value if v != ",")
+            any_of = _flag_names([v for v in value if v != ","])
+            return self.add(c.TcpFlags(text, any_of, frozenset(), operator != "!"), text)
+        if operator == "!":
+            return False
         if mask is not None:
             return self._masked(keys[0], mask, value, negated, text + " ".join(value))
         if value[:1] == ["{"] or (value[0].startswith("@") and len(value) == 1):
@@ -933,7 +949,7 @@ def _icmp_key(number_: int) -> _Make:
 
 def _fib(side: c.Side) -> _Make:
     def make(values: Sequence[str], negated: bool, text: str) -> Condition:
-        return c.AddressType(text, side, frozenset(v.upper() for v in values), negated)
+        return c.AddressType(text, side, frozenset(v.upper() for v in values), negated, strict=True)
 
     return make
 

@@ -46,7 +46,8 @@ class Packet:
     ``state`` is what connection tracking will say of it (NEW, ESTABLISHED, RELATED, INVALID, UNTRACKED); until that has
     happened (``tracked``) rules see no connection. ``uid`` and ``gid`` are None where no socket of this machine sent it.
     ``iif`` and ``oif`` are empty where a hook has none. ``zone`` is the conntrack zone that a rule chose, 0 without one.
-    ``tproxy`` is the port that a TPROXY rule assigned. ``socket`` answers the socket match: None is unknown.
+    ``tproxy`` is the port that a TPROXY rule assigned. ``socket`` answers the socket match: None is unknown. ``rerouted`` is the
+    interface that a rule of the output hook made it leave by (rules of that hook still see ``oif``).
     """
 
     proto: int
@@ -74,6 +75,7 @@ class Packet:
     dnat: bool = False
     tproxy: int | None = None
     original: tuple[str, int, str, int] | None = None
+    rerouted: str = ""
 
     @property
     def family(self) -> Family:
@@ -142,9 +144,9 @@ class Host:
             return None
         return any(address in own for own in self.addresses.values())
 
-    def route(self, address: str) -> str:
-        """The interface by which a packet to an address leaves."""
-        if self.is_local(address):
+    def route(self, address: str, mark: int = 0) -> str:
+        """The interface by which a packet with a mark to an address leaves."""
+        if self.is_local(address) or mark in self.local_marks:
             return "lo"
         best, length = self.uplink, -1
         for network, interface in self.routes:

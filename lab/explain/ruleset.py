@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from lab.explain.conditions import Condition, Range
-from lab.explain.packet import FULL
+from lab.explain.conditions import Condition, Direction, Mark, MarkIn, Original, Range, State, Status, Zone
+from lab.explain.packet import FULL, Family
 
 Backend = Literal["legacy", "nft", "native-nft"]
 Hook = Literal["prerouting", "input", "forward", "output", "postrouting"]
@@ -43,10 +43,14 @@ class Redirect(NamedTuple):
 
 
 class Translate(NamedTuple):
-    """DNAT or SNAT to one of the ends: (first address, last address, ports); an address of None stays."""
+    """DNAT or SNAT to one of the ends: (first address, last address, ports); an address of None stays.
+
+    nftables' statement names a ``family``, and lets packets of the other one go on.
+    """
 
     what: Literal["src", "dst"]
     ends: tuple[tuple[str | None, str | None, Range | None], ...]
+    family: Family | None = None
 
 
 class Masquerade(NamedTuple):
@@ -151,6 +155,22 @@ DECIDING: tuple[type, ...] = (Verdict, Reject, Redirect, Translate, Masquerade, 
 """Actions that end the walk through a base chain, or (return) through one chain. TPROXY does if it ``ends``."""
 
 
+_CONNECTED: tuple[type, ...] = (
+    State, Status, Original, Direction, Zone, Redirect, Masquerade, SaveMark, RestoreMark, SetZone,
+)  # fmt: skip
+
+
+def _needs_connections(part: Part, family: str) -> bool:
+    """Whether a part makes the kernel track connections of a family. SNAT and DNAT do so for their address's family alone."""
+    if isinstance(part, Spread):
+        return any(_needs_connections(action, family) for _, action in part.actions)
+    if isinstance(part, Translate):
+        return part.family in (None, family)
+    if isinstance(part, Mark | MarkIn | SetMark):
+        return part.of == "connection"
+    return isinstance(part, _CONNECTED)
+
+
 class Rule(NamedTuple):
     """One rule. ``position`` counts from 1 in its chain, ``line`` from 1 in its file. ``parts`` are in order of evaluation."""
 
@@ -220,6 +240,18 @@ class RuleSet(NamedTuple):
             for table in self.tables
             if table.family in (family, "inet")
             for chain in table.chains.values()
+        )
+
+    def tracks(self, family: str) -> bool:
+        """Whether the kernel tracks connections of a family: only if some rule needs that (linux: nf_ct_netns_get). Without it
+        no nat chain is even looked at."""
+        return any(
+            _needs_connections(part, family)
+            for table in self.tables
+            if table.family in (family, "inet")
+            for chain in table.chains.values()
+            for rule in chain.rules
+            for part in rule.parts
         )
 
     def joined(self, other: RuleSet) -> RuleSet:

@@ -204,6 +204,12 @@ class _Walk:
     def __init__(self, rules: RuleSet, host: Host, why: bool) -> None:
         self.rules, self.host, self.why = rules, host, why
         self.steps = 0
+        self._tracks: dict[str, bool] = {}
+
+    def tracks(self, family: str) -> bool:
+        if family not in self._tracks:
+            self._tracks[family] = self.rules.tracks(family)
+        return self._tracks[family]
 
     def sent(self, packet: Packet) -> Iterator[Fate]:
         for after in self.hook("output", _Course(packet)):
@@ -211,8 +217,8 @@ class _Walk:
                 yield after
                 continue
             here = after.packet
-            if here.dst != packet.dst:
-                here = replace(here, oif=self.host.route(here.dst))
+            if here.rerouted:
+                here = replace(here, oif=here.rerouted, rerouted="")
             for out in self.hook("postrouting", replace(after, packet=here)):
                 if isinstance(out, Fate):
                     yield out
@@ -221,6 +227,8 @@ class _Walk:
                 else:
                     # The loopback device gives the packet back without its socket; the connection stays known.
                     back = replace(out.packet, iif="lo", oif="", uid=None, gid=None)
+                    if back.state == "INVALID":  # it has none, so tracking looks at it once more
+                        back = replace(back, tracked=False, zone=None)
                     yield from self.received(back, out)
 
     def received(self, packet: Packet, course: _Course | None = None) -> Iterator[Fate]:
@@ -241,6 +249,8 @@ class _Walk:
             if local:
                 for end in self.hook("input", after):
                     yield end if isinstance(end, Fate) else _fate("delivered", end)
+            elif here.tproxy is not None:
+                yield _fate("dropped", after, "a socket has it, but no route brings it here")
             elif not self.host.forwarding:
                 yield _fate("dropped", after, "not an address of this machine, which does not forward")
             else:
@@ -249,8 +259,7 @@ class _Walk:
                     if isinstance(forwarded, Fate):
                         yield forwarded
                         continue
-                    sent = replace(forwarded.packet, iif="")
-                    for end in self.hook("postrouting", replace(forwarded, packet=sent)):
+                    for end in self.hook("postrouting", forwarded):
                         yield end if isinstance(end, Fate) else _fate("left", end)
 
     def hook(self, hook: Hook, course: _Course) -> Iterator[_Course | Fate]:
@@ -263,6 +272,8 @@ class _Walk:
                 if isinstance(stage, tuple):
                     table, chain, base = stage
                     ends: Iterable[_Ended] = self.chain(table, chain, base, now)
+                    if hook == "output" and base.kind == "route":
+                        ends = [self.rerouted(end, now.packet) for end in ends]
                 elif stage == "conntrack":
                     going.append(replace(now, packet=_track(now.packet)))
                     continue
@@ -282,15 +293,31 @@ class _Walk:
         for now in courses:
             yield _close(hook, before, now)
 
+    def rerouted(self, end: _Ended, before: Packet) -> _Ended:
+        """A chain of type route (mangle OUTPUT) looks for a new route if it changed what a route depends on."""
+        after = end.course.packet
+        if end.verdict != "accept" or (after.mark, after.src, after.dst) == (before.mark, before.src, before.dst):
+            return end
+        return self.routed(end)
+
+    def routed(self, end: _Ended) -> _Ended:
+        """A new route for a packet of the output hook; none leads out for a loopback source (route.c: __mkroute_output)."""
+        packet = end.course.packet
+        interface = self.host.route(packet.dst, packet.mark)
+        if interface != "lo" and packet.family == "ipv4" and loopback(packet.src):
+            return _Ended(end.course, "drop", "a loopback source has no route out of this machine")
+        return replace(end, course=_change(end.course, rerouted=interface))
+
     def stages(self, hook: Hook, family: str) -> list[tuple[Table, Chain, Base] | Literal["conntrack", "nat"]]:
         entries: list[tuple[int, int, tuple[Table, Chain, Base] | Literal["conntrack", "nat"]]] = [
             (base.priority, 1, (table, chain, base))
             for table, chain, base in self.rules.bases(hook, family)
             if base.kind != "nat"
         ]
-        if hook in ("prerouting", "output"):
+        tracks = self.tracks(family)
+        if tracks and hook in ("prerouting", "output"):
             entries.append((CONNTRACK, 0, "conntrack"))
-        if hook != "forward" and self.rules.has_nat(family):
+        if tracks and hook != "forward" and self.rules.has_nat(family):
             entries.append((NAT_DST if hook in ("prerouting", "output") else NAT_SRC, 0, "nat"))
         entries.sort(key=lambda entry: entry[:2])
         return [stage for _, _, stage in entries]
@@ -312,7 +339,9 @@ class _Walk:
                     if end.verdict != "accept":
                         yield end
                     elif end.bound:
-                        yield replace(end, course=_set_up(end.course, destination))
+                        bound = replace(end, course=_set_up(end.course, destination))
+                        moved = hook == "output" and bound.course.packet.dst != packet.dst
+                        yield self.routed(bound) if moved else bound
                     else:
                         unbound.append(end.course)
             open_ = unbound
@@ -409,7 +438,7 @@ class _Walk:
                 yield now, index, None
                 return
             index += 1
-            if isinstance(part, NoEffect):
+            if isinstance(part, NoEffect) or _other_family(part, now.packet):
                 continue
             if isinstance(part, VerdictMap):
                 for after, control in self._vmap(part, now):
@@ -499,6 +528,13 @@ def _control(part: Part, course: _Course) -> _Control:
     return None
 
 
+def _other_family(part: Part, packet: Packet) -> bool:
+    """A translation that names the other family does nothing (nft_nat.c: nft_nat_inet_eval)."""
+    if isinstance(part, Spread):
+        return any(_other_family(action, packet) for _, action in part.actions)
+    return isinstance(part, Translate) and part.family not in (None, packet.family)
+
+
 def _word(control: _Control) -> str:
     if isinstance(control, _Ended):
         if control.bound:
@@ -545,13 +581,7 @@ def _bindings(action: Action, packet: Packet, hook: Hook, host: Host) -> Iterato
         yield from _with_port(replace(packet, dst=address), "dst", action.ports)
         return
     if isinstance(action, Masquerade):
-        source = host.primary(packet.oif, packet.family) if packet.oif != "lo" else None
-        if source is None:
-            source = next(
-                (a for own in (host.addresses or {}).values() for a in own if (":" in a) == (":" in packet.src)),
-                packet.src,
-            )
-        yield from _with_port(replace(packet, src=source), "src", action.ports)
+        yield from _with_port(replace(packet, src=_own_address(packet, host)), "src", action.ports)
         return
     assert isinstance(action, Translate)
     ends = [(address, ports) for first, last, ports in action.ends for address in _between(first, last)]
@@ -563,6 +593,17 @@ def _bindings(action: Action, packet: Packet, hook: Hook, host: Host) -> Iterato
             yield from _with_port(replace(packet, dst=end or packet.dst), "dst", ports)
         else:
             yield from _with_port(replace(packet, src=end or packet.src), "src", ports)
+
+
+def _own_address(packet: Packet, host: Host) -> str:
+    """What MASQUERADE takes: the address of the interface, which on lo is another one's (inet_select_addr), or in IPv6 the
+    destination itself (RFC 6724, rule 1). The packet's own source where nothing is known."""
+    if packet.oif != "lo":
+        return host.primary(packet.oif, packet.family) or packet.src
+    if packet.family == "ipv6":
+        return packet.dst if host.is_local(packet.dst) else packet.src
+    others = (a for name, own in (host.addresses or {}).items() if name != "lo" for a in own if ":" not in a)
+    return next(others, packet.src)
 
 
 def _between(first: str | None, last: str | None) -> Iterator[str | None]:
@@ -600,6 +641,8 @@ def _track(packet: Packet) -> Packet:
     if packet.tracked or packet.state == "UNTRACKED":
         return packet
     original = (packet.src, packet.sport, packet.dst, packet.dport)
+    if packet.state == "INVALID":
+        return replace(packet, tracked=True, zone=None)
     return replace(packet, tracked=True, original=packet.original or original)
 
 
