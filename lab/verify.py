@@ -15,27 +15,34 @@ from lab.fabric import paths, record
 
 if TYPE_CHECKING:
     from lab.manifests.model import Mesh
+    from lab.proofs import Proof
     from lab.verdict import Verdict
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run of tests gave. ``backend`` is the iptables back end in the lab's pods."""
+    """What a run of tests gave. ``backend`` is the iptables back end in the lab's pods; ``predictions`` stand beside the
+    observed verdicts where both were asked for."""
 
     lab: str
     backend: str
     verdicts: Sequence[Verdict]
+    predictions: Sequence[Verdict] = ()
 
     @property
     def exit_code(self) -> int:
         from lab.probe import report
 
-        return report.exit_code(self.verdicts)
+        # A prediction that is undecided beside an observation is no failure to observe.
+        return report.exit_code([*self.verdicts, *(p for p in self.predictions if p.passed is False)])
 
     def to_json(self) -> dict[str, Any]:
         from lab.probe import report
 
-        return {**report.to_json(self.lab, self.verdicts), "iptables": self.backend}
+        every = self.verdicts
+        if self.predictions:
+            every = [v for pair in zip(self.verdicts, self.predictions, strict=True) for v in pair]
+        return {**report.to_json(self.lab, every), "iptables": self.backend}
 
     def junit(self) -> str:
         from lab.probe import report
@@ -48,29 +55,67 @@ class Outcome:
         from lab.show import console
 
         screen = console()
-        screen.print(report.table(self.verdicts))
+        wrong = [replace(p, test=f"{p.test} (predicted)") for p in self.predictions if p.passed is not True]
+        screen.print(report.table([*self.verdicts, *wrong]))
         counts = report.summary(self.verdicts)
         screen.print(
             f"{self.lab}: {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped "
             f"(iptables back end: {self.backend})"
         )
+        if self.predictions:
+            told = report.summary(self.predictions)
+            screen.print(f"predictions: {told['passed']} hold, {told['failed']} do not, {told['skipped']} undecided")
 
 
 def verify(
-    what: Sequence[str], *, only: str | None, backend: str, log: Callable[[str], None], runtime: str = "netns"
+    what: Sequence[str],
+    *,
+    only: str | None,
+    backend: str,
+    log: Callable[[str], None],
+    runtime: str = "netns",
+    proof: Proof = "observed",
 ) -> Outcome:
     """Runs the tests of the running lab ``what`` names, or of manifests, whose lab is then brought up and taken down.
 
-    Nothing given means the only lab that is up. ``log`` gets a line when something takes its time.
+    Nothing given means the only lab that is up. ``log`` gets a line when something takes its time. ``proof``: see
+    `lab.proofs`; for ``predicted`` nothing is run at all.
 
     Raises:
         InputError: nothing to run, or bad manifests. LabError: the lab does not come up.
     """
     from lab.probe import runner
 
+    if proof == "predicted":
+        return _predicted(what, only, backend)
     with _lab(what, only, backend, log, runtime) as (lab, mesh):
-        verdicts = runner.run_tests(lab.name, mesh, runner.select(mesh.tests, only))
-        return Outcome(lab.name, lab.backend, verdicts)
+        tests = runner.select(mesh.tests, only)
+        verdicts = runner.run_tests(lab.name, mesh, tests)
+        if proof == "observed":
+            return Outcome(lab.name, lab.backend, verdicts)
+        from lab import proofs
+
+        predictions = proofs.predicted(mesh, tests, lab.backend)  # type: ignore[arg-type]
+        return Outcome(lab.name, lab.backend, proofs.held_against(verdicts, predictions), predictions)
+
+
+def _predicted(what: Sequence[str], only: str | None, backend: str) -> Outcome:
+    """The predictions for a running lab's manifests, or for files."""
+    from lab import proofs
+    from lab.probe import runner
+
+    up = [lab.name for lab in record.list_labs() if lab.state == "running"]
+    name = what[0] if what else up[0] if len(up) == 1 else ""
+    if name in up and (not what or not os.path.exists(name)):
+        mesh = lifecycle.stored_mesh(name)
+    elif what:
+        from lab.manifests.load import load
+
+        mesh = load(what)
+    else:
+        raise InputError("nothing to predict", next_step="Give a FILE, e.g. topologies/quickstart.yaml")
+    tests = runner.select(mesh.tests, only)
+    return Outcome(mesh.name, backend, proofs.predicted(mesh, tests, backend))  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -45,6 +45,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "lab.dumpworld": PACKAGES,
     "lab.whatif": PACKAGES,
     "lab.asking": PACKAGES,
+    "lab.proofs": PACKAGES,
     "lab.cli": PACKAGES,
     "lab.__main__": PACKAGES,
 }
