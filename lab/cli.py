@@ -236,7 +236,7 @@ def down(name: str | None, everything: bool, graceful: bool, as_json: bool) -> i
     names = [lab.name for lab in record.list_labs()]
     if everything:
         targets = names
-    elif name:
+    elif name is not None:
         targets = [name]
     elif len(names) == 1:
         targets = names
@@ -300,7 +300,7 @@ def _running(name: str | None, pod: str | None = None) -> str:
 
     labs = [lab for lab in record.list_labs() if lab.state == "running"]
     names = [lab.name for lab in labs]
-    if name:
+    if name is not None:
         if name in names:
             return name
         raise InputError(
@@ -330,8 +330,10 @@ def exec_(pod: str, user: str, lab_name: str | None, command: tuple[str, ...]) -
     if not command:
         raise InputError("no command given", next_step="Write `lab exec POD -- CMD...`")
     uids = {"app": 1000, "proxy": 1337, "root": 0}
-    if user not in uids and not user.isdigit():
-        raise InputError(f"unknown user {user!r} for --as", next_step="Use app, proxy, root or a numeric uid")
+    if user not in uids and not (user.isascii() and user.isdigit() and int(user) <= 4294967294):
+        raise InputError(
+            f"unknown user {user!r} for --as", next_step="Use app, proxy, root or a uid from 0 to 4294967294"
+        )
     uid = uids[user] if user in uids else int(user)
     name = _running(lab_name, pod)
     from lab import lifecycle

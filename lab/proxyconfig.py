@@ -121,12 +121,19 @@ def from_proxy(lab: str, name: str, kind: str) -> dict[str, Any]:
             k: v for k, v in _sorted_dump(_fetch(lab, pod, "/config_dump?include_eds")).items() if kind in (k, "all")
         }
     if kind in ("nds", "all"):
-        document["nds"] = _fetch(lab, pod, "/debug/ndsz", STATUS_PORT)
+        table = _fetch(lab, pod, "/debug/ndsz", STATUS_PORT, absent=True)
+        if table is None and kind == "nds":
+            raise InputError(
+                f"{pod.name} has no name table",
+                why="its agent serves no DNS",
+                next_step='Set proxyMetadata ISTIO_META_DNS_CAPTURE: "true"',
+            )
+        document["nds"] = table or {"table": {}}
     return document
 
 
-def _fetch(lab: str, pod: Pod, path: str, port: int = ADMIN_PORT) -> Any:
-    """GETs JSON from a loopback port of the pod."""
+def _fetch(lab: str, pod: Pod, path: str, port: int = ADMIN_PORT, *, absent: bool = False) -> Any:
+    """GETs JSON from a loopback port of the pod; None for a 404 if what is asked for may be ``absent``."""
     from lab.fabric import paths
     from lab.runtime import enter
 
@@ -144,6 +151,8 @@ def _fetch(lab: str, pod: Pod, path: str, port: int = ADMIN_PORT) -> Any:
         ) from None
     finally:
         connection.close()
+    if absent and response.status == 404:
+        return None
     if response.status != 200:
         raise LabError(f"{path} of {pod.name}: HTTP status {response.status}", why=body.decode(errors="replace")[:200])
     return json.loads(body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -88,7 +89,7 @@ def verify(
 
     if proof == "predicted":
         return _predicted(what, only, backend)
-    with _lab(what, only, backend, log, runtime) as (lab, mesh):
+    with _lab(what, only, backend, log, runtime) as (lab, mesh), _alone(lab.name, log):
         tests = runner.select(mesh.tests, only)
         verdicts = runner.run_tests(lab.name, mesh, tests)
         if proof == "observed":
@@ -116,6 +117,18 @@ def _predicted(what: Sequence[str], only: str | None, backend: str) -> Outcome:
         raise InputError("nothing to predict", next_step="Give a FILE, e.g. topologies/quickstart.yaml")
     tests = runner.select(mesh.tests, only)
     return Outcome(mesh.name, backend, proofs.predicted(mesh, tests, backend))  # type: ignore[arg-type]
+
+
+@contextmanager
+def _alone(name: str, log: Callable[[str], None]) -> Iterator[None]:
+    """One run of tests a lab at a time: what another run sends would be taken for this one's on the wire."""
+    with open(paths.run_dir(name) / "verify.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log(f"another lab verify of {name} is running; this one waits for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager

@@ -31,7 +31,10 @@ def main(control: socket.socket) -> int:
     children: dict[int, tuple[enter.Child, int]] = {}
     with selectors.DefaultSelector() as selector:
         selector.register(control, selectors.EVENT_READ)
-        channel.send(control, {"ready": True})
+        try:
+            channel.send(control, {"ready": True})
+        except BrokenPipeError:  # who wanted it has gone meanwhile
+            return 0
         while True:
             for key, _ in selector.select():
                 if key.fileobj is control:

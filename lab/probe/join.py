@@ -114,6 +114,9 @@ def first_packet(packets: Iterable[Packet], flow: Flow, hook: str) -> Packet | N
     return next((p for p in reversed(own) if any("nat" in s.table for s in p.steps)), own[-1] if own else None)
 
 
+_TO_PORT = re.compile(r"(?:REDIRECT --to-ports |redirect to :)(\d+)")
+
+
 def translate(
     sighting: Sighting | None, flow: Flow, listing: Listing, addresses: Collection[str], hook: str
 ) -> Translation:
@@ -140,6 +143,9 @@ def translate(
             rule = None  # an older entry with the same ports decided: no rule was asked
     elif packet is not None and "conntrack" not in sighting.missing:
         captured, by_trace = False, True
+    if not captured and rule is not None and (match := _TO_PORT.search(rule.text)) and int(match[1]) == flow.dport:
+        # To the port it went to anyway: conntrack has nothing to translate, but the rule was hit.
+        captured, port, by_trace = True, flow.dport, True
     if not captured and rule is not None and (match := _ON_PORT.search(rule.text)):  # TPROXY translates nothing
         captured, port, by_trace = True, int(match[1] or match[2]), True
     return Translation(captured, port, entry, rule, by_trace)

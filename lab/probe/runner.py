@@ -194,6 +194,8 @@ async def _gather(ground: Ground, test: TrafficTest, source: Where, flight: Flig
     wire = await _wire(ground, flight, since, *own, tried, lookup=same)
     if not wire and not fenced:
         wire = None  # that nothing was seen proves nothing then
+    if not wire and captured and line is None and not same and _held(test, sent.result):
+        wire = None  # whose Envoy's connections were cannot be told before it writes its line
     return Facts(
         test=test,
         sent=sent,
@@ -326,11 +328,20 @@ async def _wire(
     return [s for seen in found for s in seen] + begun
 
 
+def _held(test: TrafficTest, result: str) -> bool:
+    """Whether an Envoy that took the flow may have it still; a client that sends nothing lets it decide nothing."""
+    return result == "timeout" and not test.to.silent
+
+
 def _missing(facts: Facts) -> dict[str, str]:
     """Kinds of evidence that could not be had where this flow passed."""
     missing: dict[str, str] = {}
     if facts.wire is None:
-        missing["wire"] = f"the fence after the flow was not seen on the link of {facts.place}"
+        missing["wire"] = (
+            f"the Envoy of {facts.place} still holds the connection and has written nothing of it"
+            if facts.line is None and _held(facts.test, facts.sent.result)
+            else f"the fence after the flow was not seen on the link of {facts.place}"
+        )
     for sighting in (facts.outbound, facts.dns, facts.far.sighting if facts.far else None):
         if sighting is not None:
             missing |= sighting.missing

@@ -362,6 +362,9 @@ def _exec(argv: Sequence[str], env: Mapping[str, str]) -> int:
     except OSError as e:
         os.write(2, f"{argv[0]}: {e.strerror}\n".encode())
         return 127 if isinstance(e, FileNotFoundError) else 126
+    except ValueError as e:  # an empty name, or what no program can be given
+        os.write(2, f"{argv[0]!r} cannot be run: {e}\n".encode("utf-8", "backslashreplace"))
+        return 127
 
 
 def _read_all(fd: int, deadline: float) -> bytes | None:
