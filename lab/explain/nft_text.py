@@ -508,7 +508,7 @@ class _Rule:
             return True
         if self.take("ct", "zone", "set"):
             value = self.next()
-            return self.add(r.SetZone(int(value, 0)), f"ct zone set {value}")
+            return self.add(r.SetZone(int(value, 0), retracks=True), f"ct zone set {value}")
         if self.take("notrack"):
             return self.add(r.NoTrack(), "notrack")
         if self.take("ct", "helper", "set") or self.take("ct", "timeout", "set"):

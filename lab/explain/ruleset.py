@@ -85,6 +85,8 @@ class SetZone(NamedTuple):
     """Tracks the connection in a zone. A packet gets one zone only; later rules change nothing."""
 
     number: int
+    retracks: bool = False
+    """nftables' statement tracks again what ``notrack`` took out (kernel: nft_ct.c), iptables' CT target does not."""
 
 
 class NoTrack(NamedTuple):

@@ -560,8 +560,12 @@ def _effect(part: Part, packet: Packet) -> Packet:
             return replace(packet, mark=(packet.mark & ~part.nfmask) ^ (packet.ctmark & part.ctmask))
     elif isinstance(part, SetZone):
         # The template sits where the connection will; the first one stays.
-        if not packet.tracked and packet.zone is None and packet.state != "UNTRACKED":
+        if packet.tracked or packet.zone is not None:
+            return packet
+        if packet.state != "UNTRACKED":
             return replace(packet, zone=part.number)
+        if part.retracks:
+            return replace(packet, zone=part.number, state="ESTABLISHED" if packet.reply else "NEW")
     elif isinstance(part, NoTrack) and not packet.tracked and packet.zone is None:
         return replace(packet, state="UNTRACKED")
     return packet
