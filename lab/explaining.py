@@ -88,13 +88,29 @@ def predict(world: MeshWorld, test: TrafficTest, *, why: bool = False) -> Told:
     packet = _packet(world.place(start), address, to, test.flow_from.uid, test.flow_from.spoof)
     journeys = follow(world, start, packet, payload(to), why=why)
     if to.crafted:
-        journeys = tuple(_crafted(j) for j in journeys)
+        journeys = tuple(_crafted(j, packet.flags, bool(test.flow_from.spoof)) for j in journeys[:1])
     return Told(verdict(flow, journeys, questions, test.expect), journeys, tuple(questions))
 
 
-def _crafted(journey: Journey) -> Journey:
-    """One hand-made packet: what comes back to it goes to whoever has its source; only where it went is said."""
-    return dataclasses.replace(journey, result="unknown", doubts=())
+def _crafted(journey: Journey, flags: frozenset[str], spoofed: bool) -> Journey:
+    """The journey of one hand-made packet: no connection comes of it, so no proxy tells of it, and what answers it is the kernel
+    of whoever has the port (linux: net/ipv4/tcp_input.c, tcp_rcv_state_process)."""
+    listening = journey.decision is not None or journey.served is not None
+    result: Result = "no-answer"
+    if journey.reached is None or journey.result in ("unreachable", "no-answer"):
+        result = "no-answer" if journey.result in ("timeout", "no-answer") else journey.result
+    elif journey.packet.proto != 6:
+        result = "ok" if listening or journey.packet.proto in (1, 58) else "refused"
+    elif "RST" in flags:
+        result = "no-answer"
+    elif not listening or "ACK" in flags:
+        result = "refused"
+    elif "SYN" in flags and "FIN" not in flags:
+        result = "ok"
+    return dataclasses.replace(
+        journey, decision=None, endpoint=None, next=None, served=None, speaks=None, status=None, grpc_status=None, peer=None,
+        flags=None, details=None, delay=0.0, result="no-answer" if spoofed else result, doubts=(),
+    )  # fmt: skip
 
 
 def _lookup(world: MeshWorld, base: Flow, test: TrafficTest, start: str, why: bool) -> Told:

@@ -41,7 +41,8 @@ class Decision:
     without any healthy one), ``answer`` (an HTTP status that Envoy itself gives), ``closed`` (the connection ends). ``flags`` and
     ``details`` are Envoy's, as they are when nothing goes wrong further on. ``tls``: the connection's TLS ended here. ``source``
     and ``mark`` are the address and packet mark of the connection onward where a listener filter keeps the client's; ``wanted`` the
-    host and port that a filter took from the SNI. ``waits``: it waits for bytes that do not come.
+    host and port that a filter took from the SNI. ``waits``: it waits for bytes that do not come. ``logged``: an access log tells of
+    the connection; nothing tells of one that ends while a filter waits or in its TLS handshake.
     """
 
     listener: str | None = None
@@ -72,6 +73,7 @@ class Decision:
     mark: int = 0
     wanted: tuple[str, int] | None = None
     waits: bool = False
+    logged: bool = True
 
     @property
     def speech(self) -> Speech:
@@ -105,7 +107,7 @@ def decide(config: Config, connection: Connection, lookup: Resolve | None = None
         detected=detected,
     )
     if chosen.detected.waits:
-        return (replace(base, waits=True, flags=""),)
+        return (replace(base, waits=True, logged=False, flags=""),)
     if chosen.chain is None:
         return (replace(base, closed=True, flags="NR", details="filter_chain_not_found"),)
     chain = chosen.chain
@@ -113,11 +115,17 @@ def decide(config: Config, connection: Connection, lookup: Resolve | None = None
     secured = _downstream_tls(chain)
     if secured is not None:
         if connection.tls is None:
-            return (replace(base, closed=True, flags="-", details="TLS was expected"),)
+            return (replace(base, closed=True, logged=False, flags="-", details="TLS was expected"),)
         wants = bool(config_of(secured).get("require_client_certificate"))
         if wants and not connection.tls.identity:
             return (
-                replace(base, closed=True, flags="-", details="TLS without the client certificate that is required"),
+                replace(
+                    base,
+                    closed=True,
+                    logged=False,
+                    flags="-",
+                    details="TLS without the client certificate that is required",
+                ),
             )
         base = replace(base, tls=True, client_certificate=wants)
         connection = replace(connection, tls=None)
@@ -189,7 +197,7 @@ def _http(
 ) -> Iterator[Decision]:
     base = replace(base, http=True)
     if connection.first_bytes == "silent":
-        yield replace(base, waits=True, flags="")
+        yield replace(base, waits=True, logged=False, flags="")
         return
     route_config, missing = _route_config(config, manager)
     if connection.first_bytes not in ("http1", "h2"):
@@ -297,7 +305,7 @@ UpstreamResult = Literal["ok", "refused", "timeout", "unreachable", "closed", "t
 class Reply:
     """What the client of an Envoy gets: an HTTP status, or (None) bytes as they come, or the end of the connection."""
 
-    result: Literal["ok", "closed", "timeout"]
+    result: Literal["ok", "closed", "timeout", "silence"]
     status: int | None
     flags: str
     details: str | None
@@ -316,7 +324,7 @@ def reply(decision: Decision, result: UpstreamResult, status: int | None) -> Rep
         return Reply("ok", status, flags, decision.details)
     if result == "silence":
         return Reply(
-            "timeout", None, "DC" if decision.http else "-", "downstream_remote_disconnect" if decision.http else None
+            "silence", None, "DC" if decision.http else "-", "downstream_remote_disconnect" if decision.http else None
         )
     if not decision.http:
         failed = result in ("refused", "timeout", "unreachable", "tls-refused")

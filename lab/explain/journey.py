@@ -13,7 +13,7 @@ from lab.explain import envoy
 from lab.explain.envoy import Decision
 from lab.explain.flow import ClientTls, Connection, Request
 from lab.explain.packet import Packet, loopback
-from lab.explain.ruleset import Hook
+from lab.explain.ruleset import Hook, Redirect
 from lab.explain.upstream import Endpoint, UpstreamTls
 from lab.explain.walk import Fate, Pass, receive, send
 from lab.explain.world import Payload, Place, Result, Served, Speaks, Transit, World, serve
@@ -172,7 +172,8 @@ def _delivered(
     packet = fate.packet
     before = fate.passes[0].before if fate.passes else packet
     port = packet.tproxy or packet.dport
-    captured = packet.tproxy is not None or (packet.dst, packet.dport) != (before.dst, before.dport)
+    moved = (packet.dst, packet.dport) != (before.dst, before.dport)
+    captured = packet.tproxy is not None or moved or _redirected(fate)
     journey = replace(journey, port=port, captured=captured, identity=place.identity)
     if packet.proto != 6:
         yield _datagram(journey, place, packet, before)
@@ -196,9 +197,18 @@ def _delivered(
     yield _answered(journey, place, packet, payload)
 
 
+def _redirected(fate: Fate) -> bool:
+    """Whether a REDIRECT was hit, also one to the port that the packet went to anyway."""
+    return any(
+        s.matched and s.rule is not None and any(isinstance(part, Redirect) for part in s.rule.parts)
+        for passed in fate.passes
+        for s in passed.steps
+    )
+
+
 def _datagram(journey: Journey, place: Place, packet: Packet, before: Packet) -> Journey:
     if packet.proto in (1, 58):
-        return replace(journey, result="ok", peer=packet.src)
+        return replace(journey, result="ok")
     if place.listening is None:
         return _unknown(journey)
     speaks = place.listening.get((packet.proto, packet.dport))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lab.explain.journey import Journey
+from lab.explain.packet import loopback
 from lab.explain.ruleset import Reject
 from lab.explain.ruleset import Verdict as Word
 from lab.explain.walk import Fate, Step
@@ -129,6 +130,8 @@ def verdict(
         doubts += [d for j in journeys if j.result == "unknown" or len(journeys) > 1 for d in j.doubts]
     merged, differing = _merge(parts)
     undecided = list(dict.fromkeys(doubts)) if differing or merged.outcome is None else []
+    if differing and len(journeys) > 1 and not undecided:
+        undecided = [_by_chance(journeys)]
     if flow.is_lookup and questions and questions[-1].doubts:
         undecided = list(questions[-1].doubts)
     return dataclasses.replace(
@@ -144,9 +147,9 @@ def _one(flow: Flow, journey: Journey, dns: Dns | None) -> Verdict:
         out = Outbound(captured, journey.port if captured else None, found)
         if journey.sent is not None and journey.sent.end == "undecided":
             out = Outbound(None, None, None)
-    by_envoy = journey if captured and journey.decision is not None and not journey.decision.waits else None
+    by_envoy = journey if captured and journey.decision is not None and journey.decision.logged else None
     far = journey.next if captured else journey
-    inbound = _inbound(flow, far, captured) if far is not None else None
+    inbound = _inbound(flow, far, captured, journey.peer is not None) if far is not None else None
     return Verdict(
         test=flow.test,
         proof="predicted",
@@ -201,19 +204,21 @@ def _envoy(journey: Journey) -> Envoy:
 def _upstream(onward: Journey | None) -> Outbound | None:
     if onward is None or onward.sent is None or onward.sent.end == "undecided":
         return None
-    captured = onward.captured_at_start
+    captured = onward.captured_at_start and onward.sent.packet.tproxy is None
     return Outbound(captured, onward.port if captured else None, deciding(onward.sent, "output"))
 
 
-def _inbound(flow: Flow, far: Journey, captured_before: bool) -> Inbound | None:
-    if far.reached is None or far.reached not in flow.pods:
+def _inbound(flow: Flow, far: Journey, captured_before: bool, answered: bool) -> Inbound | None:
+    if far.reached is None or far.reached not in flow.pods or (far.local and loopback(far.packet.dst)):
         return None
     fate, hook = (far.sent, "output") if far.local else (far.received, "prerouting")
+    if far.local and fate is not None and fate.packet.tproxy is not None:
+        hook = "prerouting"
     if fate is None:
         return None
     if captured_before and far.local and not far.captured:
         return None  # the proxy's own helper, e.g. its DNS server
-    decision = far.decision if far.captured and far.decision is not None and not far.decision.waits else None
+    decision = far.decision if far.captured and far.decision is not None and far.decision.logged else None
     return Inbound(
         pod=far.reached,
         captured=far.captured,
@@ -222,16 +227,13 @@ def _inbound(flow: Flow, far: Journey, captured_before: bool) -> Inbound | None:
         listener=decision.listener if decision else None,
         filter_chain=decision.filter_chain if decision else None,
         cluster=decision.cluster if decision else None,
-        peer_seen_by_app=far.peer if far.last.reached == far.reached and far.last.speaks not in _OWN else None,
+        peer_seen_by_app=far.peer if answered and far.last.reached == far.reached else None,
         route=decision.route if decision else None,
         route_name=decision.route_name if decision else None,
         endpoint=str(far.endpoint) if decision and far.endpoint else None,
         response_flags=far.flags if decision else None,
         details=far.details if decision else None,
     )
-
-
-_OWN = frozenset({"status", "admin", "dns"})
 
 
 def _tls(near: Journey | None, far: Journey | None) -> Tls:
@@ -257,14 +259,14 @@ def _wire(journey: Journey) -> Wire | None:
 
 
 def _left(journey: Journey) -> bool | None:
-    """Whether anything of the flow leaves the place where it began."""
+    """Whether the flow, or what a proxy that captured it makes of it, leaves the place where it began."""
     now: Journey | None = journey
     while now is not None and now.start == journey.start:
         if now.sent is not None and now.sent.end == "undecided":
             return None
         if now.sent is not None and now.sent.end == "left":
             return True
-        now = now.next
+        now = now.next if now.captured else None
     return None if journey.result == "unknown" and journey.next is None and journey.decision is not None else False
 
 
@@ -334,6 +336,20 @@ def _outbound_of_question(question: Question) -> Outbound:
 
 def _question_left(question: Question) -> bool:
     return question.fate.end == "left" or question.forwarded is not None
+
+
+CHANCE = "by chance"
+
+
+def _by_chance(journeys: Sequence[Journey]) -> str:
+    """Between what weights and load balancers choose."""
+    ends = dict.fromkeys(
+        " at ".join(filter(None, (j.decision.cluster if j.decision else None, str(j.endpoint) if j.endpoint else None)))
+        or j.last.reached
+        or "?"
+        for j in journeys
+    )
+    return f"{CHANCE} one of {', '.join(ends)}"
 
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from lab.explain.envoy import Decision
 from lab.explain.journey import Journey
 from lab.explain.packet import endpoint
-from lab.explain.predict import Question
+from lab.explain.predict import CHANCE, Question
 from lab.explain.walk import Fate, Step
 from lab.verdict import Verdict
 
@@ -45,7 +45,9 @@ def sentence(verdict: Verdict, journeys: Sequence[Journey] = ()) -> str:
     end = _end(verdict)
     if end:
         parts.append(end)
-    if verdict.undecided:
+    if verdict.undecided and all(u.startswith(CHANCE) for u in verdict.undecided):
+        parts.append("; ".join(verdict.undecided))
+    elif verdict.undecided:
         parts.insert(0, "undecided" if verdict.outcome is None else "in part undecided")
         parts.append(f"not known: {'; '.join(verdict.undecided)}")
     elif len({(j.result, j.status) for j in journeys}) > 1:
