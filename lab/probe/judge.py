@@ -164,4 +164,6 @@ def _flow_of(packet: Any) -> Flow | None:
         return Flow("tcp" if isinstance(segment, packets.TCP) else "udp", ip.src, segment.sport, ip.dst, segment.dport)
     if isinstance(segment, packets.ICMP):
         return Flow("icmp", ip.src, int(segment.id or 0), ip.dst, 0)
+    if isinstance(segment, packets.ICMPv6EchoRequest | packets.ICMPv6EchoReply):
+        return Flow("icmpv6", ip.src, int(segment.id or 0), ip.dst, 0)
     return None
