@@ -95,7 +95,7 @@ def test_tokens_are_replaced_before_they_end(lab: Lab, run: Run) -> None:
             credentials = Credentials(lab.name, lifetime=1)
             await credentials.mount(POD)
             first = await control.issued.get()
-            keeping = asyncio.create_task(credentials.keep([POD], never))
+            keeping = asyncio.create_task(credentials.keep(lambda: [POD], never))
             second = await control.issued.get()
             await control.issued.get()  # the second is in place before the third is asked for
             keeping.cancel()
@@ -112,7 +112,7 @@ def test_a_discovery_that_is_gone_is_told_and_asked_again(lab: Lab, run: Run) ->
     async def scenario() -> None:
         failures: asyncio.Queue[str] = asyncio.Queue()
         credentials = Credentials(lab.name, lifetime=1)
-        keeping = asyncio.create_task(credentials.keep([POD], lambda pod, _: failures.put_nowait(pod.name)))
+        keeping = asyncio.create_task(credentials.keep(lambda: [POD], lambda pod, _: failures.put_nowait(pod.name)))
         assert [await failures.get(), await failures.get()] == ["web.shop", "web.shop"]
         keeping.cancel()
 
