@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lab.errors import InputError, ObservationError
 from lab.explain.explained import Explained
+from lab.explain.packet import NOTHING
 
 if TYPE_CHECKING:
     from lab.explain.counterfactual import Counterfactual
@@ -22,8 +22,7 @@ PORTS: Mapping[str, int] = {"http": 80, "tls": 443, "dns": 53, "dns-tcp": 53}
 """The port that a protocol has where none was typed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(NamedTuple):
     """What was typed. ``port`` 0: none."""
 
     to: str
@@ -35,7 +34,7 @@ class Question:
     to_ip: str = ""
     path: str = "/"
     method: str = "GET"
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = NOTHING
     authority: str = ""
     sni: str = ""
 
@@ -76,6 +75,7 @@ def of_mesh(
     *,
     rules: Mapping[str, RuleSet] | None = None,
     configs: Mapping[str, Config] | None = None,
+    kept: Callable[[str, Callable[[], Any]], Any] | None = None,
     why: bool = False,
     changes: bool = True,
 ) -> Explained:
@@ -83,6 +83,7 @@ def of_mesh(
 
     Args:
         rules, configs: what pods really have, instead of what init and discovery would make.
+        kept: see `lab.explaining.MeshWorld`.
 
     Raises:
         InputError: no such pod, or nothing sensible was typed.
@@ -97,6 +98,7 @@ def of_mesh(
         backend,
         rules_of=(rules or {}).get,
         envoy_of=(configs or {}).get,
+        kept=kept,
     )
     told = explaining.predict(world, test, why=why)
     others: tuple[Counterfactual, ...] = ()
@@ -105,6 +107,16 @@ def of_mesh(
 
         others = whatif.counterfactuals(world, test, told)
     return Explained(told.verdict, told.journeys, told.questions, counterfactuals=others)
+
+
+def of_files(files: Sequence[str], question: Question, backend: Backend = "auto", *, why: bool = False) -> Explained:
+    """The prediction for a flow of the mesh that manifests describe. Raises InputError."""
+    from lab.memory import Memory
+
+    memory = Memory.of(files)
+    found = of_mesh(memory.mesh(), question, backend, kept=memory.get, why=why)
+    memory.save()
+    return found
 
 
 def _test(mesh: Mesh, question: Question) -> TrafficTest:

@@ -471,9 +471,7 @@ def explain(
     if files and (rules or config_dump):
         raise InputError("both manifests and dumps", next_step="Give -f, or --iptables-save and --config-dump")
     if files:
-        from lab.manifests.load import load
-
-        found = asking.of_mesh(load(files), question, backend, why=why)  # type: ignore[arg-type]
+        found = asking.of_files(files, question, backend, why=why)  # type: ignore[arg-type]
     elif rules or config_dump:
         found = asking.of_dumps(question, rules, config_dump, sets, why=why)
     else:

@@ -6,16 +6,15 @@ import dataclasses
 import ipaddress
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lab.errors import InputError
 from lab.explain import counterfactual, iptables_save, nft_text, xds
 from lab.explain.counterfactual import Candidate
 from lab.explain.explained import Explained
 from lab.explain.journey import Journey, arrive, at_proxy, follow
-from lab.explain.packet import Host, Packet
+from lab.explain.packet import NOTHING, Host, Packet
 from lab.explain.predict import Flow, verdict
 from lab.explain.ruleset import RuleSet
 from lab.explain.upstream import Resolve
@@ -30,17 +29,15 @@ CLIENT = {4: "192.0.2.2", 6: "2001:db8::2"}
 """Stand for addresses that nobody gave: of the documentation ranges, so that no rule means them (RFC 5737, RFC 3849)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Dumps:
+class Dumps(NamedTuple):
     """What was given. ``rules`` or ``config`` may be missing; ``sets`` are members of ipsets by name."""
 
     rules: RuleSet | None = None
     config: Config | None = None
-    sets: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    sets: Mapping[str, frozenset[str]] = NOTHING
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(NamedTuple):
     """The flow in question. ``source`` is where it comes from, ``address`` where it goes; empty: not known."""
 
     host: str
@@ -143,7 +140,7 @@ def explain(dumps: Dumps, asked: Asked, *, why: bool = False, changes: bool = Tr
     if dumps.rules is None and dumps.config is None:
         raise InputError("nothing to explain from", next_step="Give --iptables-save, --config-dump or --file")
     address = asked.address or _known_address(dumps.config, asked) or _address(asked)
-    asked = dataclasses.replace(asked, address=address)
+    asked = asked._replace(address=address)
     world = DumpWorld(dumps, asked)
     journeys = _journeys(world, dumps, asked, why)
     inbound = asked.direction == "in"
@@ -177,11 +174,11 @@ def _changes(dumps: Dumps, asked: Asked, journeys: Sequence[Journey]) -> Iterato
         return
     if asked.direction == "out":
         for text, uid in counterfactual.uids(rules, asked.uid):
-            yield text, again(dumps, dataclasses.replace(asked, uid=uid, gid=None))
+            yield text, again(dumps, asked._replace(uid=uid, gid=None))
     for fate, hooks in ((first.sent, ("output", "postrouting")), (first.received, ("prerouting", "input"))):
         if fate is not None:
             for rule, less in counterfactual.without_rules(rules, fate, hooks):
-                yield f"there were no rule {rule.text!r}", again(dataclasses.replace(dumps, rules=less), asked)
+                yield f"there were no rule {rule.text!r}", again(dumps._replace(rules=less), asked)
 
 
 def _journeys(world: DumpWorld, dumps: Dumps, asked: Asked, why: bool) -> tuple[Journey, ...]:

@@ -6,7 +6,6 @@ node's own document: the very code that a running lab uses, so that a prediction
 
 from __future__ import annotations
 
-import dataclasses
 import ipaddress
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -82,9 +81,9 @@ def predict(world: MeshWorld, test: TrafficTest, *, why: bool = False) -> Told:
         return _lookup(world, base, test, start, why)
     address, questions, unresolved = world.resolve(start, to.host, test.flow_from.uid, why=why)
     if address is None:
-        flow = dataclasses.replace(base, to=To(to.host, None, port, to.protocol))
+        flow = base._replace(to=To(to.host, None, port, to.protocol))
         return Told(verdict(flow, (), questions, test.expect, unresolved), (), tuple(questions))
-    flow = dataclasses.replace(base, to=To(to.host, address, port, to.protocol))
+    flow = base._replace(to=To(to.host, address, port, to.protocol))
     packet = _packet(world.place(start), address, to, test.flow_from.uid, test.flow_from.spoof)
     journeys = follow(world, start, packet, payload(to), why=why)
     if to.crafted:
@@ -107,8 +106,8 @@ def _crafted(journey: Journey, flags: frozenset[str], spoofed: bool) -> Journey:
         result = "refused"
     elif "SYN" in flags and "FIN" not in flags:
         result = "ok"
-    return dataclasses.replace(
-        journey, decision=None, endpoint=None, next=None, served=None, speaks=None, status=None, grpc_status=None, peer=None,
+    return journey._replace(
+        decision=None, endpoint=None, next=None, served=None, speaks=None, status=None, grpc_status=None, peer=None,
         flags=None, details=None, delay=0.0, result="no-answer" if spoofed else result, doubts=(),
     )  # fmt: skip
 
@@ -126,7 +125,7 @@ def _lookup(world: MeshWorld, base: Flow, test: TrafficTest, start: str, why: bo
         )
         if questions[-1].answers or questions[-1].rcode is None:
             break
-    flow = dataclasses.replace(base, to=To(to.host, server, to.port or 53, to.protocol), is_lookup=True)
+    flow = base._replace(to=To(to.host, server, to.port or 53, to.protocol), is_lookup=True)
     return Told(verdict(flow, (), questions, test.expect), (), tuple(questions))
 
 
@@ -145,7 +144,7 @@ def payload(to: FlowTo) -> Payload:
         return Payload("http1", None, request)
     if to.protocol == "tls":
         sni = to.sni or to.host
-        return Payload("http1", ClientTls("" if is_address(sni) else sni), dataclasses.replace(request, scheme="https"))
+        return Payload("http1", ClientTls("" if is_address(sni) else sni), request._replace(scheme="https"))
     return Payload("silent" if to.silent else "opaque")
 
 
@@ -200,6 +199,7 @@ class MeshWorld:
     """A mesh on paper. Everything is made when it is first asked for and kept.
 
     ``rules_of`` and ``envoy_of`` replace what would be generated for a place (a running lab's own rules and configuration).
+    ``kept`` gives back what was made for a key in an earlier run, or makes it (`lab.memory.Memory.get`).
     """
 
     def __init__(
@@ -209,8 +209,10 @@ class MeshWorld:
         *,
         rules_of: Callable[[str], RuleSet | None] | None = None,
         envoy_of: Callable[[str], Config | None] | None = None,
+        kept: Callable[[str, Callable[[], Any]], Any] | None = None,
     ) -> None:
         self.mesh, self.backend = mesh, backend
+        self._kept = kept or (lambda _key, make: make())
         self._rules_of, self._envoy_of = rules_of, envoy_of
         self._places: dict[str, Place] = {}
         self._envoys: dict[str, Config | None] = {}
@@ -242,7 +244,7 @@ class MeshWorld:
 
     def place(self, name: str) -> Place:
         if name not in self._places:
-            self._places[name] = self._make(name)
+            self._places[name] = self._kept(f"place {self.backend} {name}", lambda: self._make(name))
         return self._places[name]
 
     def _make(self, name: str) -> Place:
@@ -330,7 +332,7 @@ class MeshWorld:
             pod = self.mesh.pod(name)
             made = self._envoy_of(name) if self._envoy_of else None
             if made is None and pod is not None and pod.injected:
-                made = pod_envoy(self.mesh, pod)
+                made = self._kept(f"envoy {name}", lambda: pod_envoy(self.mesh, pod))
             self._envoys[name] = made
         return self._envoys[name]
 
@@ -339,8 +341,8 @@ class MeshWorld:
     def transit(self, packet: Packet, source: str) -> tuple[Transit, ...]:
         """Through the node: its services may translate or reject, its routes know pods and external hosts alone."""
         node = self.place(NODE)
-        arriving = dataclasses.replace(
-            packet, iif=_NODE_INTERFACE, oif="", tracked=False, zone=None, snat_done=False, dnat_done=False, snat=False,
+        arriving = packet._replace(
+            iif=_NODE_INTERFACE, oif="", tracked=False, zone=None, snat_done=False, dnat_done=False, snat=False,
             dnat=False, original=None, mark=0, ctmark=0, uid=None, gid=None,
         )  # fmt: skip
         return tuple(self._carried(fate, packet, source) for fate in receive(arriving, node.rules, node.host))
@@ -395,6 +397,10 @@ class MeshWorld:
 
     def cluster_dns(self, name: str, kind: str) -> tuple[str, tuple[str, ...]]:
         """(rcode, answers of that type) of cluster DNS."""
+        found: tuple[str, tuple[str, ...]] = self._kept(f"dns {kind} {name}", lambda: self._cluster_dns(name, kind))
+        return found
+
+    def _cluster_dns(self, name: str, kind: str) -> tuple[str, tuple[str, ...]]:
         import dns.exception
         import dns.name
         import dns.rcode
@@ -515,10 +521,9 @@ class MeshWorld:
         pod = self.mesh.pod(place.name)
         assert pod is not None
         if kind in ("A", "AAAA"):
-            local = self._name_table(pod).lookup(_wire(name))
+            local = self._kept(f"name {pod.name} {name}", lambda: self._local_name(pod, name))
             if local is not None:
-                packed = local.ipv4 if kind == "A" else local.ipv6
-                answers = tuple(str(ipaddress.ip_address(a)) for a in packed)
+                answers = local[kind == "AAAA"]
                 return Question(name, kind, server, fate, port, "agent", "NOERROR", answers)
         upstream = self.nameserver()
         own = next((a for a in place.addresses if (":" in a) == (":" in upstream)), "0.0.0.0")
@@ -529,14 +534,18 @@ class MeshWorld:
         rcode, answers = self.cluster_dns(name, kind)
         return Question(name, kind, server, fate, port, "cluster-dns", rcode, answers, forwarded=onward)
 
-    def _name_table(self, pod: Pod) -> Any:
-        from agent.dns.table import ProxyNames, build_table
+    def _local_name(self, pod: Pod, name: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+        """IPv4 and IPv6 addresses of a name that the agent knows itself; None if it does not."""
+        from agent.dns.table import ProxyNames, build_table, wire_name
 
         if pod.name not in self._tables:
-            table = _generated(self.mesh, pod).name_table
             domain = f"{pod.meta.namespace}.svc.{self.mesh.domain_suffix}"
-            self._tables[pod.name] = build_table(table, ProxyNames(pod.meta.namespace, domain, self.search(pod.name)))
-        return self._tables[pod.name]
+            names = ProxyNames(pod.meta.namespace, domain, self.search(pod.name))
+            self._tables[pod.name] = build_table(_generated(self.mesh, pod).name_table, names)
+        found = self._tables[pod.name].lookup(wire_name(name) or b"\0")
+        if found is None:
+            return None
+        return _addresses(found.ipv4), _addresses(found.ipv6)
 
     @cached_property
     def _tables(self) -> dict[str, Any]:
@@ -559,10 +568,8 @@ def _question_error(fate: Fate) -> str:
     return "refused" if fate.end == "rejected" else "no-answer"
 
 
-def _wire(name: str) -> bytes:
-    from agent.dns.table import wire_name
-
-    return wire_name(name) or b"\0"
+def _addresses(packed: Iterable[bytes]) -> tuple[str, ...]:
+    return tuple(str(ipaddress.ip_address(a)) for a in packed)
 
 
 def _answer_text(record: Any) -> str:
@@ -633,8 +640,7 @@ def pod_envoy(mesh: Mesh, pod: Pod) -> Config:
     from lab.discovery import snapshot
 
     found = from_resources(snapshot.to_json(_generated(mesh, pod)))
-    return dataclasses.replace(
-        found,
+    return found._replace(
         listeners={**found.listeners, **{x["name"]: x for x in bootstrap_listeners(pod)}},
         clusters={**found.clusters, **{x["name"]: x for x in bootstrap_clusters(pod)}},
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from lab.verdict import Verdict
 
@@ -60,8 +60,7 @@ _WHERE_BOTH = (
 """Keys that one side may be silent about: an observer that saw no evidence, a prediction with several endpoints."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(NamedTuple):
     key: str
     predicted: Any
     observed: Any

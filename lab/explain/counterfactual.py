@@ -7,7 +7,7 @@ smaller changes first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from lab.errors import LabError
 from lab.explain.conditions import Owner
@@ -21,8 +21,7 @@ MOST = 5
 _SPARE_UIDS = (1000, 1001, 1002)
 
 
-@dataclass(frozen=True, slots=True)
-class Counterfactual:
+class Counterfactual(NamedTuple):
     """``effect`` is what would be otherwise, ``change`` what would have to be so; ``sentence`` joins them."""
 
     change: str

@@ -7,8 +7,7 @@ source/common/stream_info/utility.h (flags), source/common/grpc/status.cc.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lab.explain import listener as listeners
 from lab.explain import route as routes
@@ -33,8 +32,7 @@ _NETWORK_WITHOUT_EFFECT = frozenset(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """Where one Envoy sends one connection (or the request in it).
 
     ``http`` is True where a connection manager reads it. Exactly one of these goes on: ``upstream`` (with endpoints, or
@@ -107,28 +105,27 @@ def decide(config: Config, connection: Connection, lookup: Resolve | None = None
         detected=detected,
     )
     if chosen.detected.waits:
-        return (replace(base, waits=True, logged=False, flags=""),)
+        return (base._replace(waits=True, logged=False, flags=""),)
     if chosen.chain is None:
-        return (replace(base, closed=True, flags="NR", details="filter_chain_not_found"),)
+        return (base._replace(closed=True, flags="NR", details="filter_chain_not_found"),)
     chain = chosen.chain
-    base = replace(base, filter_chain=str(chain.get("name", "")) or None)
+    base = base._replace(filter_chain=str(chain.get("name", "")) or None)
     secured = _downstream_tls(chain)
     if secured is not None:
         if connection.tls is None:
-            return (replace(base, closed=True, logged=False, flags="-", details="TLS was expected"),)
+            return (base._replace(closed=True, logged=False, flags="-", details="TLS was expected"),)
         wants = bool(config_of(secured).get("require_client_certificate"))
         if wants and not connection.tls.identity:
             return (
-                replace(
-                    base,
+                base._replace(
                     closed=True,
                     logged=False,
                     flags="-",
                     details="TLS without the client certificate that is required",
                 ),
             )
-        base = replace(base, tls=True, client_certificate=wants)
-        connection = replace(connection, tls=None)
+        base = base._replace(tls=True, client_certificate=wants)
+        connection = connection._replace(tls=None)
     return tuple(_filters(config, base, chain, connection, lookup))
 
 
@@ -154,19 +151,19 @@ def _filters(
     for filter_ in chain.get("filters", ()):
         kind = type_of(filter_)
         if kind == "HttpConnectionManager":
-            yield from _http(config, replace(base, doubts=tuple(doubts)), config_of(filter_), connection, lookup)
+            yield from _http(config, base._replace(doubts=tuple(doubts)), config_of(filter_), connection, lookup)
             return
         if kind == "TcpProxy":
-            yield from _tcp(config, replace(base, doubts=tuple(doubts)), config_of(filter_), connection, lookup)
+            yield from _tcp(config, base._replace(doubts=tuple(doubts)), config_of(filter_), connection, lookup)
             return
         name = str(filter_.get("name", kind)).rpartition(".")[2]
         if name == "sni_dynamic_forward_proxy" and connection.tls is not None:
             port = int(config_of(filter_).get("port_value", 443))
-            base = replace(base, wanted=(connection.tls.sni, port))
+            base = base._replace(wanted=(connection.tls.sni, port))
             continue
         if name not in _NETWORK_WITHOUT_EFFECT:
             doubts.append(f"network filter {filter_.get('name', kind)} is not evaluated")
-    yield replace(base, closed=True, doubts=(*doubts, "the filter chain ends in no filter that is known"))
+    yield base._replace(closed=True, doubts=(*doubts, "the filter chain ends in no filter that is known"))
 
 
 def _tcp(
@@ -183,33 +180,33 @@ def _tcp(
         doubts = (*doubts, "tunneling_config is not evaluated")
     for name, part in shares:
         upstream = upstreams.resolve(config, name, connection, lookup, base.wanted)
-        now = replace(base, cluster=name, chance=base.chance * part, doubts=(*doubts, *upstream.doubts))
+        now = base._replace(cluster=name, chance=base.chance * part, doubts=(*doubts, *upstream.doubts))
         if not upstream.known:
-            yield replace(now, cluster=None, closed=True, flags="NC")
+            yield now._replace(cluster=None, closed=True, flags="NC")
         elif not upstream.endpoints and not upstream.doubts:
-            yield replace(now, closed=True, flags="UH")
+            yield now._replace(closed=True, flags="UH")
         else:
-            yield replace(now, upstream=upstream)
+            yield now._replace(upstream=upstream)
 
 
 def _http(
     config: Config, base: Decision, manager: Json, connection: Connection, lookup: Resolve | None
 ) -> Iterator[Decision]:
-    base = replace(base, http=True)
+    base = base._replace(http=True)
     if connection.first_bytes == "silent":
-        yield replace(base, waits=True, logged=False, flags="")
+        yield base._replace(waits=True, logged=False, flags="")
         return
     route_config, missing = _route_config(config, manager)
     if connection.first_bytes not in ("http1", "h2"):
         # The codec cannot read it; it answers 400 in plain HTTP/1.1, with no route taken.
         name = str(route_config.get("name", "")) if route_config else None
-        yield replace(
-            base, route=name, answer=400, closed=connection.tls is not None, flags="DPE", details="http1.codec_error"
+        yield base._replace(
+            route=name, answer=400, closed=connection.tls is not None, flags="DPE", details="http1.codec_error"
         )
         return
     request = connection.request
     if request is None:
-        yield replace(base, doubts=(*base.doubts, "no request is given for an HTTP connection"))
+        yield base._replace(doubts=(*base.doubts, "no request is given for an HTTP connection"))
         return
     fault: Json | None = None
     doubts = list(base.doubts)
@@ -224,12 +221,12 @@ def _http(
             alpn = _alpn(config_of(filter_), request, connection)
         elif name not in _HTTP_WITHOUT_EFFECT:
             doubts.append(f"HTTP filter {filter_.get('name')} is not evaluated")
-    base = replace(base, doubts=tuple(doubts), alpn=alpn)
+    base = base._replace(doubts=tuple(doubts), alpn=alpn)
     if route_config is None:
-        yield replace(base, doubts=(*base.doubts, missing))
+        yield base._replace(doubts=(*base.doubts, missing))
         return
     if manager.get("strip_any_host_port") or manager.get("strip_matching_host_port"):
-        request = replace(request, authority=routes.without_port(request.authority))
+        request = request._replace(authority=routes.without_port(request.authority))
     for routed in routes.find(route_config, request, fault):
         yield _routed(config, base, routed, connection, lookup)
 
@@ -255,8 +252,7 @@ def _alpn(config: Json, request: Request, connection: Connection) -> tuple[str, 
 def _routed(
     config: Config, base: Decision, routed: routes.Routed, connection: Connection, lookup: Resolve | None
 ) -> Decision:
-    now = replace(
-        base,
+    now = base._replace(
         route=routed.config,
         virtual_host=routed.virtual_host or None,
         route_name=routed.route or None,
@@ -270,23 +266,23 @@ def _routed(
         flags="DI" if routed.delay else "-",
     )
     if routed.doubt:
-        return replace(now, doubts=(*now.doubts, routed.doubt))
+        return now._replace(doubts=(*now.doubts, routed.doubt))
     if routed.abort:
         flags = "DI,FI" if routed.delay else "FI"
-        return replace(now, cluster=routed.cluster, answer=routed.status, flags=flags, details="fault_filter_abort")
+        return now._replace(cluster=routed.cluster, answer=routed.status, flags=flags, details="fault_filter_abort")
     if routed.status is not None:
         if routed.missing:
-            return replace(now, answer=404, flags="NR", details="route_not_found")
-        return replace(now, answer=routed.status, details="direct_response")
+            return now._replace(answer=404, flags="NR", details="route_not_found")
+        return now._replace(answer=routed.status, details="direct_response")
     assert routed.cluster is not None
     wanted = _authority(now.request)
     upstream = upstreams.resolve(config, routed.cluster, connection, lookup, wanted)
-    now = replace(now, cluster=routed.cluster, doubts=(*now.doubts, *upstream.doubts))
+    now = now._replace(cluster=routed.cluster, doubts=(*now.doubts, *upstream.doubts))
     if not upstream.known:
-        return replace(now, cluster=None, answer=503, flags="NC", details="cluster_not_found")
+        return now._replace(cluster=None, answer=503, flags="NC", details="cluster_not_found")
     if not upstream.endpoints and not upstream.doubts:
-        return replace(now, answer=503, flags="UH", details="no_healthy_upstream")
-    return replace(now, upstream=upstream, details="via_upstream")
+        return now._replace(answer=503, flags="UH", details="no_healthy_upstream")
+    return now._replace(upstream=upstream, details="via_upstream")
 
 
 def _authority(request: Request | None) -> tuple[str, int] | None:
@@ -301,8 +297,7 @@ def _authority(request: Request | None) -> tuple[str, int] | None:
 UpstreamResult = Literal["ok", "refused", "timeout", "unreachable", "closed", "tls-refused", "silence"]
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     """What the client of an Envoy gets: an HTTP status, or (None) bytes as they come, or the end of the connection."""
 
     result: Literal["ok", "closed", "timeout", "silence"]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lab.explain import telling
 from lab.explain.counterfactual import Counterfactual
@@ -14,8 +12,7 @@ from lab.explain.predict import Question, distribution
 from lab.verdict import Verdict
 
 
-@dataclass(frozen=True, slots=True)
-class Explained:
+class Explained(NamedTuple):
     """``journeys`` are all courses, the likeliest first to be told; ``notes`` name what of a dump was not read."""
 
     verdict: Verdict
@@ -31,9 +28,9 @@ class Explained:
         return {
             **self.verdict.to_dict(),
             "sentence": telling.sentence(self.verdict, self.journeys),
-            "hops": [dataclasses.asdict(hop if why else telling.brief(hop)) for hop in hops],
+            "hops": [(hop if why else telling.brief(hop))._asdict() for hop in hops],
             "courses": distribution(self.journeys),
-            "counterfactuals": [dataclasses.asdict(c) for c in self.counterfactuals],
+            "counterfactuals": [c._asdict() for c in self.counterfactuals],
             "notes": list(self.notes),
         }
 

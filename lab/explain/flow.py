@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from lab.explain.packet import NOTHING
 
 Speech = Literal["http1", "h2", "tls", "opaque", "silent"]
 """First bytes: an HTTP/1 request line, an HTTP/2 preface, a TLS client hello, anything else, or none at all."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClientTls:
+class ClientTls(NamedTuple):
     """A TLS client: what its hello says, and who it is (the URI of its certificate, if it has one)."""
 
     sni: str = ""
@@ -19,14 +19,13 @@ class ClientTls:
     identity: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """One HTTP request. ``headers`` are lower-case."""
 
     authority: str
     path: str = "/"
     method: str = "GET"
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = NOTHING
     scheme: str = "http"
 
     @property
@@ -34,8 +33,7 @@ class Request:
         return self.headers.get("content-type", "").startswith("application/grpc")
 
 
-@dataclass(frozen=True, slots=True)
-class Connection:
+class Connection(NamedTuple):
     """A connection. ``dst`` and ``dport`` are the original destination, ``port`` the one at which Envoy took it.
 
     With ``tls``, ``speech`` is what is inside of it. ``request`` is the request that comes, if one comes.

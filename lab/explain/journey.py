@@ -7,7 +7,7 @@ said makes several journeys of one, or ends it with a doubt.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from lab.explain import envoy
 from lab.explain.envoy import Decision
@@ -22,8 +22,7 @@ MOST_JOURNEYS = 64
 DEEPEST = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Journey:
+class Journey(NamedTuple):
     """One connection: ``packet`` is its first, as its sender made it.
 
     ``sent`` is what the rules of ``start`` made of it (None for a sender without known rules), ``transit`` what happened
@@ -88,17 +87,17 @@ def _follow(world: World, start: str, packet: Packet, payload: Payload, why: boo
     place = world.place(start)
     base = Journey(start, packet)
     if depth > DEEPEST:
-        yield replace(base, result="loop")
+        yield base._replace(result="loop")
         return
     for sent in send(packet, place.rules, place.host, why=why):
-        now = replace(base, sent=sent, chance=base.chance * sent.chance, doubts=sent.assumed)
+        now = base._replace(sent=sent, chance=base.chance * sent.chance, doubts=sent.assumed)
         if sent.end == "left":
             for transit in world.transit(sent.packet, start):
                 yield from _arrive(
-                    world, replace(now, transit=transit, chance=now.chance * transit.chance), payload, why, depth
+                    world, now._replace(transit=transit, chance=now.chance * transit.chance), payload, why, depth
                 )
         elif sent.end == "delivered":
-            yield from _delivered(world, replace(now, reached=start), place, sent, payload, why, depth)
+            yield from _delivered(world, now._replace(reached=start), place, sent, payload, why, depth)
         else:
             yield _ended(now, sent, local=True)
 
@@ -114,18 +113,18 @@ def at_proxy(
 ) -> tuple[Journey, ...]:
     """What a proxy does with a connection that came to its ``port``, whatever rule brought it there."""
     hook: Hook = "prerouting" if inbound else "output"
-    taken = replace(packet, dst="::1" if ":" in packet.dst else "127.0.0.1", dport=port)
+    taken = packet._replace(dst="::1" if ":" in packet.dst else "127.0.0.1", dport=port)
     fate = Fate("delivered", taken, (Pass(hook, packet, taken, ()),))
     start = Journey("outside" if inbound else place, packet, reached=place)
-    start = replace(start, received=fate) if inbound else replace(start, sent=fate)
+    start = start._replace(received=fate) if inbound else start._replace(sent=fate)
     return tuple(_delivered(world, start, world.place(place), fate, payload, False, 0))
 
 
 def _ended(journey: Journey, fate: Fate, *, local: bool) -> Journey:
     """A rule ended it."""
     if fate.end == "undecided":
-        return replace(journey, doubts=(*journey.doubts, fate.why))
-    return replace(journey, result=rejected(fate, journey.packet, local=local))
+        return journey._replace(doubts=(*journey.doubts, fate.why))
+    return journey._replace(result=rejected(fate, journey.packet, local=local))
 
 
 def rejected(fate: Fate, packet: Packet, *, local: bool) -> Result:
@@ -146,14 +145,13 @@ def _arrive(world: World, journey: Journey, payload: Payload, why: bool, depth: 
         doubts = (
             (*journey.doubts, transit.why) if transit.result in (None, "unknown") and transit.why else journey.doubts
         )
-        yield replace(journey, result=transit.result or "unknown", doubts=doubts)
+        yield journey._replace(result=transit.result or "unknown", doubts=doubts)
         return
     place = world.place(transit.reached)
-    arriving = replace(transit.packet, iif=place.host.uplink, oif="", tracked=False, zone=None, snat_done=False, dnat_done=False,
+    arriving = transit.packet._replace(iif=place.host.uplink, oif="", tracked=False, zone=None, snat_done=False, dnat_done=False,
                        snat=False, dnat=False, original=None, mark=0, ctmark=0, tproxy=None)  # fmt: skip
     for received in receive(arriving, place.rules, place.host, why=why):
-        now = replace(
-            journey,
+        now = journey._replace(
             reached=place.name,
             received=received,
             chance=journey.chance * received.chance,
@@ -174,7 +172,7 @@ def _delivered(
     port = packet.tproxy or packet.dport
     moved = (packet.dst, packet.dport) != (before.dst, before.dport)
     captured = packet.tproxy is not None or moved or _redirected(fate)
-    journey = replace(journey, port=port, captured=captured, identity=place.identity)
+    journey = journey._replace(port=port, captured=captured, identity=place.identity)
     if packet.proto != 6:
         yield _datagram(journey, place, packet, before)
         return
@@ -186,8 +184,7 @@ def _delivered(
     )  # fmt: skip
     if config is not None and envoy.listens(config, connection):
         for decision in envoy.decide(config, connection, world.lookup(place.name)):
-            now = replace(
-                journey,
+            now = journey._replace(
                 decision=decision,
                 chance=journey.chance * decision.chance,
                 doubts=(*journey.doubts, *decision.doubts),
@@ -208,13 +205,13 @@ def _redirected(fate: Fate) -> bool:
 
 def _datagram(journey: Journey, place: Place, packet: Packet, before: Packet) -> Journey:
     if packet.proto in (1, 58):
-        return replace(journey, result="ok")
+        return journey._replace(result="ok")
     if place.listening is None:
         return _unknown(journey)
     speaks = place.listening.get((packet.proto, packet.dport))
     if speaks is None:
-        return replace(journey, result="refused")
-    return replace(journey, speaks=speaks, result="ok", peer=before.src, served=Served("ok", told=True))
+        return journey._replace(result="refused")
+    return journey._replace(speaks=speaks, result="ok", peer=before.src, served=Served("ok", told=True))
 
 
 def _answered(journey: Journey, place: Place, packet: Packet, payload: Payload) -> Journey:
@@ -223,13 +220,12 @@ def _answered(journey: Journey, place: Place, packet: Packet, payload: Payload) 
         return _unknown(journey)
     speaks = place.listening.get((6, packet.dport))
     if speaks is None or (packet.dport in place.loopback_only and not loopback(packet.dst)):
-        return replace(journey, result="refused")
+        return journey._replace(result="refused")
     served = serve(speaks, payload)
     doubts = journey.doubts
     if served.result == "unknown":
         doubts = (*doubts, f"what the program in {place.name} answers on port {packet.dport} is not known")
-    return replace(
-        journey,
+    return journey._replace(
         speaks=speaks,
         served=served,
         result=served.result,
@@ -250,7 +246,7 @@ def _decided(
     assert decision is not None
     payload = _unwrapped(payload, decision)
     if decision.waits:
-        yield replace(journey, result="silence")
+        yield journey._replace(result="silence")
         return
     if decision.answer is not None or decision.closed or decision.upstream is None:
         yield _by_proxy(journey, decision, payload)
@@ -258,13 +254,13 @@ def _decided(
     if world.busy and decision.upstream.limits:
         yield _overflow(journey, decision, payload)
         limits = ", ".join(decision.upstream.limits)
-        journey = replace(
-            journey, doubts=(*journey.doubts, f"other traffic may use up cluster {decision.cluster} ({limits})")
+        journey = journey._replace(
+            doubts=(*journey.doubts, f"other traffic may use up cluster {decision.cluster} ({limits})")
         )
     for endpoint in decision.upstream.endpoints:
-        now = replace(journey, endpoint=endpoint, chance=journey.chance * endpoint.share)
+        now = journey._replace(endpoint=endpoint, chance=journey.chance * endpoint.share)
         if endpoint.doubt:
-            now = replace(now, doubts=(*now.doubts, endpoint.doubt))
+            now = now._replace(doubts=(*now.doubts, endpoint.doubt))
         onward = _payload(decision, endpoint, payload, place)
         source = decision.source or decision.upstream.source(endpoint.address) or _source(place, endpoint.address)
         first = Packet(
@@ -280,17 +276,17 @@ def _overflow(journey: Journey, decision: Decision, payload: Payload) -> Journey
     """What a circuit breaker that is open makes of a flow."""
     limits = ", ".join(decision.upstream.limits) if decision.upstream else ""
     doubts = (*journey.doubts, f"other traffic may use up cluster {decision.cluster} ({limits})")
-    journey = replace(journey, doubts=doubts, flags="UO")
+    journey = journey._replace(doubts=doubts, flags="UO")
     if not decision.http:
-        return replace(journey, result="closed")
+        return journey._replace(result="closed")
     grpc = payload.request is not None and payload.request.grpc
     details = "upstream_reset_before_response_started{overflow}"
-    return replace(journey, result="ok", status=200 if grpc else 503, grpc_status=14 if grpc else None, details=details)
+    return journey._replace(result="ok", status=200 if grpc else 503, grpc_status=14 if grpc else None, details=details)
 
 
 def _unknown(journey: Journey) -> Journey:
     """Its end is not known; doubts say why."""
-    return replace(journey, result="unknown")
+    return journey._replace(result="unknown")
 
 
 def _source(place: Place, destination: str) -> str:
@@ -304,7 +300,7 @@ def _source(place: Place, destination: str) -> str:
 
 def _unwrapped(payload: Payload, decision: Decision) -> Payload:
     """The payload after the proxy ended its TLS, if it did."""
-    return replace(payload, tls=payload.inner, inner=None) if decision.tls else payload
+    return payload._replace(tls=payload.inner, inner=None) if decision.tls else payload
 
 
 def _payload(decision: Decision, endpoint: Endpoint, payload: Payload, place: Place) -> Payload:
@@ -318,19 +314,18 @@ def _payload(decision: Decision, endpoint: Endpoint, payload: Payload, place: Pl
     if not alpn and decision.http:
         alpn = ("h2",) if decision.speech == "h2" else ("http/1.1",)
     client = ClientTls(tls.sni, alpn, place.identity if tls.certificate else "")
-    return replace(payload, tls=client, inner=payload.tls)
+    return payload._replace(tls=client, inner=payload.tls)
 
 
 def _by_proxy(journey: Journey, decision: Decision, payload: Payload) -> Journey:
     """The proxy itself ends it."""
     flags = decision.flags
     if decision.closed:
-        return replace(journey, result="closed", flags=flags, details=decision.details)
+        return journey._replace(result="closed", flags=flags, details=decision.details)
     if decision.answer is None:
         return _unknown(journey)
     grpc = decision.request is not None and decision.request.grpc
-    return replace(
-        journey,
+    return journey._replace(
         # A client that did not speak HTTP still gets the bytes of the answer.
         result="ok",
         status=None if payload.request is None else 200 if grpc else decision.answer,
@@ -351,28 +346,28 @@ def _joined(
 ) -> Journey:
     """What the sender gets of what the proxy's own connection got."""
     doubts = tuple(dict.fromkeys((*journey.doubts, *next_.doubts)))
-    now = replace(journey, next=next_, chance=journey.chance * next_.chance, doubts=doubts)
+    now = journey._replace(next=next_, chance=journey.chance * next_.chance, doubts=doubts)
     result = next_.result
     if endpoint.tls is not None and result in ("ok", "closed"):
         refused = _tls_refused(world, endpoint.tls, next_)
         if refused:
             result = "tls-refused"
-            now = replace(now, details=refused)
+            now = now._replace(details=refused)
     if result == "unknown":
-        return replace(now, flags=None)
+        return now._replace(flags=None)
     if result == "loop":
         # It lasts until the client gives up.
         details = "downstream_remote_disconnect" if decision.http else None
-        return replace(now, result="loop", flags="DC" if decision.http else None, details=details)
+        return now._replace(result="loop", flags="DC" if decision.http else None, details=details)
     if result == "no-answer":
         result = "timeout"
     delay = decision.delay + next_.delay
     if decision.timeout and next_.delay > decision.timeout and result == "ok":
-        return replace(now, result="ok", status=504, flags="UT", details="response_timeout", delay=decision.timeout)
+        return now._replace(result="ok", status=504, flags="UT", details="response_timeout", delay=decision.timeout)
     if decision.http and result == "ok" and next_.status is None and next_.served is not None:
         # Bytes that are no HTTP response.
-        return replace(
-            now, result="ok", status=502, flags="UPE", details="upstream_reset_before_response_started{protocol_error}"
+        return now._replace(
+            result="ok", status=502, flags="UPE", details="upstream_reset_before_response_started{protocol_error}"
         )
     reply = envoy.reply(decision, result, next_.status)
     grpc = inner.request is not None and inner.request.grpc
@@ -380,8 +375,7 @@ def _joined(
     code = next_.grpc_status
     if local and grpc and reply.status is not None:
         code = envoy.grpc_status(reply.status)
-    return replace(
-        now,
+    return now._replace(
         result=reply.result,
         status=200 if local and grpc else reply.status,
         grpc_status=code,

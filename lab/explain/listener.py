@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lab.explain.flow import Connection
 from lab.explain.packet import loopback
 from lab.explain.xds import Config, Json, seconds, socket_address, type_of
 
 
-@dataclass(frozen=True, slots=True)
-class Detected:
+class Detected(NamedTuple):
     """What a listener knows of a connection: transport protocol, application protocols, server name.
 
     ``waits``: a filter waits for bytes that do not come.
@@ -29,8 +27,7 @@ class Detected:
     waits: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Passed:
+class Passed(NamedTuple):
     """Something that was looked at and not taken, and why."""
 
     what: str
@@ -38,8 +35,7 @@ class Passed:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
+class Chosen(NamedTuple):
     """The listener and its filter chain; ``chain`` None: no chain fits. ``doubts`` name what is not evaluated."""
 
     listener: Json

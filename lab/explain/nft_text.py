@@ -10,7 +10,7 @@ import ipaddress
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lab.errors import InputError
 from lab.explain import conditions as c
@@ -380,8 +380,7 @@ def _joined(words: Sequence[str]) -> str:
 _Make = Callable[[Sequence[str], bool, str], Condition]
 
 
-@dataclass(frozen=True, slots=True)
-class _Key:
+class _Key(NamedTuple):
     """What is compared: its name as nft lists it, and how a value becomes a condition. ``shown`` renders a value."""
 
     name: str

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 Family = Literal["ipv4", "ipv6"]
+
+NOTHING: Mapping[str, Any] = {}
+"""No entries: the default of mappings that nobody changes. (These types are named tuples, as in `lab.explain.conditions`.)"""
 
 FULL = 0xFFFFFFFF
 """A mask over all bits of a mark."""
@@ -39,12 +41,11 @@ def loopback(address: str) -> bool:
     return address == "::1" or (":" not in address and address.startswith("127."))
 
 
-@dataclass(frozen=True, slots=True)
-class Packet:
+class Packet(NamedTuple):
     """One packet.
 
-    ``state`` is what connection tracking will say of it (NEW, ESTABLISHED, RELATED, INVALID, UNTRACKED); until that has
-    happened (``tracked``) rules see no connection. ``uid`` and ``gid`` are None where no socket of this machine sent it.
+    ``state`` is what connection tracking will say of it (NEW, ESTABLISHED, RELATED, INVALID); until that has happened
+    (``tracked``) rules see no connection, and never where a rule took it out (``untracked``). ``uid`` and ``gid`` are None where no socket of this machine sent it.
     ``iif`` and ``oif`` are empty where a hook has none. ``zone`` is the conntrack zone that a rule chose, 0 without one.
     ``tproxy`` is the port that a TPROXY rule assigned. ``socket`` answers the socket match: None is unknown. ``rerouted`` is the
     interface that a rule of the output hook made it leave by (rules of that hook still see ``oif``).
@@ -68,6 +69,7 @@ class Packet:
     icmp_code: int = 0
     socket: bool | None = None
     tracked: bool = False
+    untracked: bool = False
     zone: int | None = None
     snat_done: bool = False
     dnat_done: bool = False
@@ -84,7 +86,9 @@ class Packet:
     @property
     def conntrack(self) -> str:
         """The state that a rule sees at this point."""
-        if self.tracked or self.state == "UNTRACKED":
+        if self.untracked:
+            return "UNTRACKED"
+        if self.tracked:
             return self.state
         return "NEW" if self.zone is not None else "INVALID"
 
@@ -93,7 +97,7 @@ class Packet:
         """Whether there is a connection that a rule could look at."""
         if not self.tracked:
             return self.zone is not None
-        return self.state not in ("INVALID", "UNTRACKED")
+        return not self.untracked and self.state != "INVALID"
 
     def shown(self) -> str:
         name = protocol_name(self.proto, self.family)
@@ -116,8 +120,7 @@ def protocol_name(number: int, family: Family = "ipv4") -> str:
     return next((name for name, n in PROTOCOLS.items() if n == number), str(number))
 
 
-@dataclass(frozen=True, slots=True)
-class Host:
+class Host(NamedTuple):
     """What is known of a network namespace, for routing and for matches that ask for it.
 
     ``addresses`` by interface, the primary one first, without prefix length; None if unknown (a dump alone).
@@ -131,7 +134,7 @@ class Host:
     routes: tuple[tuple[str, str], ...] = ()
     uplink: str = "eth0"
     forwarding: bool = False
-    sets: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    sets: Mapping[str, frozenset[str]] = NOTHING
     listeners: frozenset[tuple[int, int]] | None = None
     local_marks: frozenset[int] = frozenset()
     broadcasts: frozenset[str] = frozenset()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from lab.explain.journey import Journey
 from lab.explain.packet import loopback
@@ -26,8 +25,7 @@ _BUILT_IN: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(NamedTuple):
     """One DNS question and what became of it. ``fate`` is that of its packet; ``forwarded`` of the agent's own."""
 
     name: str
@@ -43,8 +41,7 @@ class Question:
     doubts: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Flow:
+class Flow(NamedTuple):
     """What was asked: the two ends as the verdict names them. ``timeout`` in seconds; ``observed``: the source is a pod."""
 
     source: From

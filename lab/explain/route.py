@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
 from lab.explain.flow import Request
@@ -16,8 +15,7 @@ from lab.explain.listener import Passed
 from lab.explain.xds import Json, seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Routed:
+class Routed(NamedTuple):
     """Where a route leads. Exactly one of ``cluster``, ``status`` (direct response or redirect) is set, or ``doubt``.
 
     ``timeout`` and ``delay`` are in seconds, 0 is none. ``retries`` are the repeated attempts after a failed connect,
@@ -66,7 +64,7 @@ def find(route_config: Json, request: Request, fault: Json | None = None) -> tup
             continue
         found = _action(route, request, vhost_name)
         found = tuple(f for part in found for f in _faults(part, route, host, fault))
-        return tuple(replace(f, config=name, passed=tuple(passed)) for f in found)
+        return tuple(f._replace(config=name, passed=tuple(passed)) for f in found)
     return (Routed(vhost_name, "", status=404, missing=True, config=name, passed=tuple(passed)),)
 
 
@@ -243,31 +241,30 @@ _REDIRECT = {
 def _action(route: Json, request: Request, vhost: str) -> tuple[Routed, ...]:
     base = Routed(vhost, str(route.get("name", "")))
     if "direct_response" in route:
-        return (replace(base, status=int(route["direct_response"].get("status", 200))),)
+        return (base._replace(status=int(route["direct_response"].get("status", 200))),)
     if "redirect" in route:
         code = str(route["redirect"].get("response_code", "MOVED_PERMANENTLY"))
-        return (replace(base, status=_REDIRECT.get(code, 301)),)
+        return (base._replace(status=_REDIRECT.get(code, 301)),)
     action = route.get("route")
     if action is None:
-        return (replace(base, doubt=f"the action of route {base.route or 'without a name'} is not evaluated"),)
-    base = replace(
-        base,
+        return (base._replace(doubt=f"the action of route {base.route or 'without a name'} is not evaluated"),)
+    base = base._replace(
         timeout=seconds(action.get("timeout", "15s")),
         retries=_retries(action.get("retry_policy") or {}),
         retried=_retried(action.get("retry_policy") or {}),
         request=_onward(route.get("match", {}), action, request),
     )
     if "cluster" in action:
-        return (replace(base, cluster=str(action["cluster"])),)
+        return (base._replace(cluster=str(action["cluster"])),)
     if "weighted_clusters" in action:
         weighted = action["weighted_clusters"]
         entries = [(str(c.get("name", "")), int(c.get("weight", 0))) for c in weighted.get("clusters", ())]
         total = sum(weight for _, weight in entries) or 1
-        return tuple(replace(base, cluster=name, chance=weight / total) for name, weight in entries if weight)
+        return tuple(base._replace(cluster=name, chance=weight / total) for name, weight in entries if weight)
     if "cluster_header" in action:
         named = request.headers.get(str(action["cluster_header"]).lower())
-        return (replace(base, cluster=named) if named else replace(base, status=404),)
-    return (replace(base, doubt="the route chooses its cluster by a plugin"),)
+        return (base._replace(cluster=named) if named else base._replace(status=404),)
+    return (base._replace(doubt="the route chooses its cluster by a plugin"),)
 
 
 def _retries(policy: Json) -> int:
@@ -307,7 +304,7 @@ def _onward(match: Json, action: Json, request: Request) -> Request:
             path = re.sub(pattern, str(action["regex_rewrite"].get("substitution", "")), path)
         except re.error:
             path = request.path
-    return replace(request, authority=authority, path=path)
+    return request._replace(authority=authority, path=path)
 
 
 def _faults(routed: Routed, route: Json, host: Json, fault: Json | None) -> Iterable[Routed]:
@@ -322,10 +319,10 @@ def _faults(routed: Routed, route: Json, host: Json, fault: Json | None) -> Iter
     delay = config.get("delay")
     if delay and share(delay.get("percentage", {})) > 0:
         part, wait = share(delay["percentage"]), seconds(delay.get("fixed_delay"))
-        delayed = replace(routed, delay=wait, chance=routed.chance * part)
+        delayed = routed._replace(delay=wait, chance=routed.chance * part)
         yield from _aborts(delayed, config)
         if part < 1.0:
-            yield from _aborts(replace(routed, chance=routed.chance * (1 - part)), config)
+            yield from _aborts(routed._replace(chance=routed.chance * (1 - part)), config)
         return
     yield from _aborts(routed, config)
 
@@ -335,8 +332,8 @@ def _aborts(routed: Routed, config: Mapping[str, Any]) -> Iterable[Routed]:
     part = share(abort.get("percentage", {})) if abort else 0.0
     if abort and part > 0:
         status = int(abort.get("http_status", 0)) or 200
-        yield replace(routed, status=status, abort=True, chance=routed.chance * part)
+        yield routed._replace(status=status, abort=True, chance=routed.chance * part)
         if part >= 1.0:
             return
-        routed = replace(routed, chance=routed.chance * (1 - part))
+        routed = routed._replace(chance=routed.chance * (1 - part))
     yield routed

@@ -6,7 +6,6 @@ Named tuples, as in `lab.explain.conditions`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from lab.explain.conditions import Condition, Direction, Mark, MarkIn, Original, Range, State, Status, Zone
@@ -218,12 +217,15 @@ class Table(NamedTuple):
     order: int = 0
 
 
+_NO_SETS: Mapping[str, frozenset[str]] = {}
+
+
 class RuleSet(NamedTuple):
     """All tables of a network namespace. ``unread`` names what a dump holds but is outside of what is evaluated."""
 
     tables: tuple[Table, ...] = ()
     unread: tuple[str, ...] = ()
-    sets: Mapping[str, frozenset[str]] = MappingProxyType({})
+    sets: Mapping[str, frozenset[str]] = _NO_SETS
 
     def bases(self, hook: Hook, family: str) -> list[tuple[Table, Chain, Base]]:
         """The base chains of a hook for packets of a family, in the order in which they run."""

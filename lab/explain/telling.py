@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from lab.explain.envoy import Decision
 from lab.explain.journey import Journey
@@ -23,8 +23,7 @@ _WORDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Hop:
+class Hop(NamedTuple):
     """One thing that the flow meets. ``why`` says what was looked at there and not taken."""
 
     kind: str
@@ -312,4 +311,4 @@ def _course(journey: Journey) -> str:
 
 def brief(hop: Hop) -> Hop:
     """A hop without what was passed by."""
-    return replace(hop, why=())
+    return hop._replace(why=())

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lab.explain.flow import Connection
 from lab.explain.xds import Config, Json, config_of, seconds, socket_address, type_of
@@ -17,8 +16,7 @@ Resolve = Callable[[str], Sequence[str] | None]
 """Addresses of a host name; empty: it has none; None: nobody knows."""
 
 
-@dataclass(frozen=True, slots=True)
-class UpstreamTls:
+class UpstreamTls(NamedTuple):
     """A TLS client's context. ``sans`` are the (kind, value) of names of which the server must have one; ``certificate`` the
     name of the secret that is presented, ``trust`` that of the roots; both empty if there are none."""
 
@@ -30,8 +28,7 @@ class UpstreamTls:
     name: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
+class Endpoint(NamedTuple):
     """One host that a cluster may choose. ``share`` is its part of the choices as far as weights tell."""
 
     address: str
@@ -45,8 +42,7 @@ class Endpoint:
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
 
-@dataclass(frozen=True, slots=True)
-class Upstream:
+class Upstream(NamedTuple):
     """A cluster as one flow meets it. Without endpoints there is no healthy host. ``known`` is False if no such cluster
     exists. ``sources`` are the addresses that connections come from, none: the machine's choice. ``protocol`` of requests. ``limits``
     are circuit breakers that somebody set: other traffic may use them up."""

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lab.explain.conditions import Doubt
 from lab.explain.packet import WITH_PORTS, Host, Packet, loopback
@@ -56,8 +55,7 @@ MOST_ENDS = 16
 End = Literal["left", "delivered", "dropped", "rejected", "undecided"]
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One rule (or, with ``rule`` None, the policy) that a packet met.
 
     ``matched`` is False for a rule that was passed by; then ``failed`` says which conditions did not hold, as
@@ -81,8 +79,7 @@ class Step:
         return self.rule.text if self.rule is not None else self.base.shown
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
+class Pass(NamedTuple):
     """A packet's way through one hook."""
 
     hook: Hook
@@ -91,8 +88,7 @@ class Pass:
     steps: tuple[Step, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Fate:
+class Fate(NamedTuple):
     """One thing that can become of a packet.
 
     ``end``: it ``left`` by ``packet.oif``, was ``delivered`` here (to ``packet.tproxy`` or ``packet.dport``), ``dropped``,
@@ -125,13 +121,13 @@ def send(packet: Packet, rules: RuleSet, host: Host, *, why: bool = False) -> tu
         why: also remember rules that did not match.
     """
     oif = packet.oif or host.route(packet.dst)
-    start = replace(packet, oif=oif, iif="")
+    start = packet._replace(oif=oif, iif="")
     return tuple(_merged(_Walk(rules, host, why).sent(start)))
 
 
 def receive(packet: Packet, rules: RuleSet, host: Host, *, why: bool = False) -> tuple[Fate, ...]:
     """A packet that arrives by ``packet.iif``: prerouting, then input, or forward and postrouting."""
-    start = replace(packet, oif="", uid=None, gid=None)
+    start = packet._replace(oif="", uid=None, gid=None)
     return tuple(_merged(_Walk(rules, host, why).received(start)))
 
 
@@ -163,10 +159,10 @@ def _merged(fates: Iterable[Fate]) -> Iterator[Fate]:
             found[fate.key] = fate
         else:
             assumed = tuple(a for a in same.assumed if a in fate.assumed)
-            found[fate.key] = replace(same, chance=same.chance + fate.chance, assumed=assumed)
+            found[fate.key] = same._replace(chance=same.chance + fate.chance, assumed=assumed)
     if len(found) == 1:
         # Whatever was doubtful, everything leads here.
-        yield replace(next(iter(found.values())), assumed=())
+        yield next(iter(found.values()))._replace(assumed=())
         return
     yield from found.values()
 
@@ -174,8 +170,7 @@ def _merged(fates: Iterable[Fate]) -> Iterator[Fate]:
 _Trail = tuple["_Trail", Step] | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Course:
+class _Course(NamedTuple):
     """A possible course of a packet so far. ``trail`` are the steps of this hook, newest outermost."""
 
     packet: Packet
@@ -185,11 +180,10 @@ class _Course:
     passes: tuple[Pass, ...] = ()
 
     def seen(self, step: Step) -> _Course:
-        return replace(self, trail=(self.trail, step))
+        return self._replace(trail=(self.trail, step))
 
 
-@dataclass(frozen=True, slots=True)
-class _Ended:
+class _Ended(NamedTuple):
     """A course at the end of a base chain: ``verdict`` is accept, drop, reject or undecided. ``bound``: NAT was set up."""
 
     course: _Course
@@ -218,21 +212,21 @@ class _Walk:
                 continue
             here = after.packet
             if here.rerouted:
-                here = replace(here, oif=here.rerouted, rerouted="")
-            for out in self.hook("postrouting", replace(after, packet=here)):
+                here = here._replace(oif=here.rerouted, rerouted="")
+            for out in self.hook("postrouting", after._replace(packet=here)):
                 if isinstance(out, Fate):
                     yield out
                 elif out.packet.oif != "lo":
                     yield _fate("left", out)
                 else:
                     # The loopback device gives the packet back without its socket; the connection stays known.
-                    back = replace(out.packet, iif="lo", oif="", uid=None, gid=None)
+                    back = out.packet._replace(iif="lo", oif="", uid=None, gid=None)
                     if back.state == "INVALID":  # it has none, so tracking looks at it once more
-                        back = replace(back, tracked=False, zone=None)
+                        back = back._replace(tracked=False, zone=None)
                     yield from self.received(back, out)
 
     def received(self, packet: Packet, course: _Course | None = None) -> Iterator[Fate]:
-        start = replace(course, packet=packet) if course else _Course(packet)
+        start = course._replace(packet=packet) if course else _Course(packet)
         for after in self.hook("prerouting", start):
             if isinstance(after, Fate):
                 yield after
@@ -254,8 +248,8 @@ class _Walk:
             elif not self.host.forwarding:
                 yield _fate("dropped", after, "not an address of this machine, which does not forward")
             else:
-                routed = replace(here, oif=self.host.route(here.dst))
-                for forwarded in self.hook("forward", replace(after, packet=routed)):
+                routed = here._replace(oif=self.host.route(here.dst))
+                for forwarded in self.hook("forward", after._replace(packet=routed)):
                     if isinstance(forwarded, Fate):
                         yield forwarded
                         continue
@@ -265,7 +259,7 @@ class _Walk:
     def hook(self, hook: Hook, course: _Course) -> Iterator[_Course | Fate]:
         """All courses through one hook that go on; a Fate where the packet ends here."""
         before = course.packet
-        courses = [replace(course, trail=None)]
+        courses = [course._replace(trail=None)]
         for stage in self.stages(hook, before.family):
             going: list[_Course] = []
             for now in courses:
@@ -275,7 +269,7 @@ class _Walk:
                     if hook == "output" and base.kind == "route":
                         ends = [self.rerouted(end, now.packet) for end in ends]
                 elif stage == "conntrack":
-                    going.append(replace(now, packet=_track(now.packet)))
+                    going.append(now._replace(packet=_track(now.packet)))
                     continue
                 else:
                     ends = self.nat(hook, now)
@@ -306,7 +300,7 @@ class _Walk:
         interface = self.host.route(packet.dst, packet.mark)
         if interface != "lo" and packet.family == "ipv4" and loopback(packet.src):
             return _Ended(end.course, "drop", "a loopback source has no route out of this machine")
-        return replace(end, course=_change(end.course, rerouted=interface))
+        return end._replace(course=_change(end.course, rerouted=interface))
 
     def stages(self, hook: Hook, family: str) -> list[tuple[Table, Chain, Base] | Literal["conntrack", "nat"]]:
         entries: list[tuple[int, int, tuple[Table, Chain, Base] | Literal["conntrack", "nat"]]] = [
@@ -339,7 +333,7 @@ class _Walk:
                     if end.verdict != "accept":
                         yield end
                     elif end.bound:
-                        bound = replace(end, course=_set_up(end.course, destination))
+                        bound = end._replace(course=_set_up(end.course, destination))
                         moved = hook == "output" and bound.course.packet.dst != packet.dst
                         yield self.routed(bound) if moved else bound
                     else:
@@ -422,7 +416,7 @@ class _Walk:
                 if rest is None:
                     results.append((after.seen(Step(table, chain.name, base, rule, True, _word(control))), control))
                     if isinstance(control, _Ended):
-                        results[-1] = (after, replace(control, course=results[-1][0]))
+                        results[-1] = (after, control._replace(course=results[-1][0]))
                 else:
                     open_.append((after, rest))
         return results
@@ -449,7 +443,7 @@ class _Walk:
                 return
             if isinstance(part, Spread):
                 for share, action in part.actions:
-                    chosen = replace(now, chance=now.chance * share)
+                    chosen = now._replace(chance=now.chance * share)
                     after = chosen if len(part.actions) == 1 else _assume(chosen, f"{rule.text}: chance {share:.3g}")
                     yield from self._translated(base, action, after)
                 return
@@ -470,7 +464,7 @@ class _Walk:
             if control is not None:
                 yield now, None, control
                 return
-            now = replace(now, packet=_effect(part, now.packet))
+            now = now._replace(packet=_effect(part, now.packet))
         yield now, None, None
 
     def _vmap(self, part: VerdictMap, course: _Course) -> Iterator[tuple[_Course, _Control]]:
@@ -501,7 +495,7 @@ class _Walk:
             if isinstance(after, str):
                 yield course, None, _Ended(course, "drop" if after == _NOWHERE else "undecided", after)
             else:
-                now = replace(course, packet=after)
+                now = course._replace(packet=after)
                 yield now, None, _Ended(now, "accept", bound=True)
 
 
@@ -549,25 +543,22 @@ def _effect(part: Part, packet: Packet) -> Packet:
     """What a packet is after an action that lets it go on."""
     if isinstance(part, SetMark):
         if part.of == "packet":
-            return replace(packet, mark=(packet.mark & ~part.mask) ^ part.value)
+            return packet._replace(mark=(packet.mark & ~part.mask) ^ part.value)
         if packet.has_connection:
-            return replace(packet, ctmark=(packet.ctmark & ~part.mask) ^ part.value)
+            return packet._replace(ctmark=(packet.ctmark & ~part.mask) ^ part.value)
     elif isinstance(part, SaveMark):
         if packet.has_connection:
-            return replace(packet, ctmark=(packet.ctmark & ~part.ctmask) ^ (packet.mark & part.nfmask))
+            return packet._replace(ctmark=(packet.ctmark & ~part.ctmask) ^ (packet.mark & part.nfmask))
     elif isinstance(part, RestoreMark):
         if packet.has_connection:
-            return replace(packet, mark=(packet.mark & ~part.nfmask) ^ (packet.ctmark & part.ctmask))
+            return packet._replace(mark=(packet.mark & ~part.nfmask) ^ (packet.ctmark & part.ctmask))
     elif isinstance(part, SetZone):
         # The template sits where the connection will; the first one stays.
-        if packet.tracked or packet.zone is not None:
+        if packet.tracked or packet.zone is not None or (packet.untracked and not part.retracks):
             return packet
-        if packet.state != "UNTRACKED":
-            return replace(packet, zone=part.number)
-        if part.retracks:
-            return replace(packet, zone=part.number, state="ESTABLISHED" if packet.reply else "NEW")
+        return packet._replace(zone=part.number, untracked=False)
     elif isinstance(part, NoTrack) and not packet.tracked and packet.zone is None:
-        return replace(packet, state="UNTRACKED")
+        return packet._replace(untracked=True)
     return packet
 
 
@@ -582,10 +573,10 @@ def _bindings(action: Action, packet: Packet, hook: Hook, host: Host) -> Iterato
                 yield _NOWHERE
                 return
             address = own or packet.dst
-        yield from _with_port(replace(packet, dst=address), "dst", action.ports)
+        yield from _with_port(packet._replace(dst=address), "dst", action.ports)
         return
     if isinstance(action, Masquerade):
-        yield from _with_port(replace(packet, src=_own_address(packet, host)), "src", action.ports)
+        yield from _with_port(packet._replace(src=_own_address(packet, host)), "src", action.ports)
         return
     assert isinstance(action, Translate)
     ends = [(address, ports) for first, last, ports in action.ends for address in _between(first, last)]
@@ -594,9 +585,9 @@ def _bindings(action: Action, packet: Packet, hook: Hook, host: Host) -> Iterato
         return
     for end, ports in ends:
         if action.what == "dst":
-            yield from _with_port(replace(packet, dst=end or packet.dst), "dst", ports)
+            yield from _with_port(packet._replace(dst=end or packet.dst), "dst", ports)
         else:
-            yield from _with_port(replace(packet, src=end or packet.src), "src", ports)
+            yield from _with_port(packet._replace(src=end or packet.src), "src", ports)
 
 
 def _own_address(packet: Packet, host: Host) -> str:
@@ -625,7 +616,7 @@ def _with_port(packet: Packet, side: Literal["src", "dst"], ports: tuple[int, in
     if ports is None or packet.proto not in WITH_PORTS or ports[0] <= own <= ports[1]:
         yield packet
     elif ports[0] == ports[1]:
-        yield replace(packet, dport=ports[0]) if side == "dst" else replace(packet, sport=ports[0])
+        yield packet._replace(dport=ports[0]) if side == "dst" else packet._replace(sport=ports[0])
     else:
         yield f"one of the ports {ports[0]}-{ports[1]} is chosen"
 
@@ -642,20 +633,20 @@ def _set_up(course: _Course, destination: bool) -> _Course:
 
 def _track(packet: Packet) -> Packet:
     """Connection tracking: over lo the connection is known already."""
-    if packet.tracked or packet.state == "UNTRACKED":
+    if packet.tracked or packet.untracked:
         return packet
     original = (packet.src, packet.sport, packet.dst, packet.dport)
     if packet.state == "INVALID":
-        return replace(packet, tracked=True, zone=None)
-    return replace(packet, tracked=True, original=packet.original or original)
+        return packet._replace(tracked=True, zone=None)
+    return packet._replace(tracked=True, original=packet.original or original)
 
 
 def _change(course: _Course, **fields: object) -> _Course:
-    return replace(course, packet=replace(course.packet, **fields))  # type: ignore[arg-type]
+    return course._replace(packet=course.packet._replace(**fields))  # type: ignore[arg-type]
 
 
 def _assume(course: _Course, reason: str) -> _Course:
-    return course if reason in course.assumed else replace(course, assumed=(*course.assumed, reason))
+    return course if reason in course.assumed else course._replace(assumed=(*course.assumed, reason))
 
 
 def _both(course: _Course, found: list[Doubt]) -> tuple[_Course, _Course]:
@@ -667,7 +658,7 @@ def _both(course: _Course, found: list[Doubt]) -> tuple[_Course, _Course]:
     for doubt in found:
         no, yes = _assume(no, f"not {doubt.reason}"), _assume(yes, doubt.reason)
     if chance is not None:
-        no, yes = replace(no, chance=no.chance * (1 - chance)), replace(yes, chance=yes.chance * chance)
+        no, yes = no._replace(chance=no.chance * (1 - chance)), yes._replace(chance=yes.chance * chance)
     return no, yes
 
 
@@ -680,7 +671,7 @@ def _fewer(courses: list[_Course]) -> list[_Course]:
             found[course.packet] = course
         else:
             assumed = tuple(a for a in same.assumed if a in course.assumed)
-            found[course.packet] = replace(same, chance=same.chance + course.chance, assumed=assumed)
+            found[course.packet] = same._replace(chance=same.chance + course.chance, assumed=assumed)
     return list(found.values())
 
 
@@ -691,7 +682,7 @@ def _close(hook: Hook, before: Packet, course: _Course) -> _Course:
         trail, step = trail
         steps.append(step)
     passed = Pass(hook, before, course.packet, tuple(reversed(steps)))
-    return replace(course, trail=None, passes=(*course.passes, passed))
+    return course._replace(trail=None, passes=(*course.passes, passed))
 
 
 def _fate(end: End, course: _Course, why: str = "") -> Fate:

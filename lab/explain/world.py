@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from lab.explain.flow import ClientTls, Request, Speech
-from lab.explain.packet import Host, Packet
+from lab.explain.packet import NOTHING, Host, Packet
 from lab.explain.ruleset import RuleSet
 from lab.explain.upstream import Resolve
 from lab.explain.walk import Fate
@@ -23,8 +22,7 @@ Result = Literal[
 ``silence``: it is open, and nothing comes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """A network namespace: a pod, an external host, or the one that a dump is from.
 
     ``listening`` is what programs other than Envoy listen on, by (protocol number, port); None: nobody knows.
@@ -34,7 +32,7 @@ class Place:
 
     name: str
     host: Host
-    rules: RuleSet = field(default_factory=RuleSet)
+    rules: RuleSet = RuleSet()
     addresses: tuple[str, ...] = ()
     listening: Mapping[tuple[int, int], Speaks] | None = None
     loopback_only: frozenset[int] = frozenset()
@@ -44,8 +42,7 @@ class Place:
     proxy_gid: int = 1337
 
 
-@dataclass(frozen=True, slots=True)
-class Transit:
+class Transit(NamedTuple):
     """What became of a packet between two places: it came to ``reached`` as ``packet``, or it did not (``result``)."""
 
     reached: str | None
@@ -77,8 +74,7 @@ class World(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Payload:
+class Payload(NamedTuple):
     """What a client sends. ``inner`` is a TLS client inside of TLS."""
 
     speech: Speech = "http1"
@@ -91,15 +87,14 @@ class Payload:
         return "tls" if self.tls is not None else self.speech
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
+class Served(NamedTuple):
     """What a program made of a payload. ``told``: it answered with the report that names its peer."""
 
     result: Result
     status: int | None = None
     told: bool = False
     delay: float = 0.0
-    facts: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, str] = NOTHING
 
 
 def serve(speaks: Speaks, payload: Payload) -> Served:

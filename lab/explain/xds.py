@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from lab.errors import InputError
+from lab.explain.packet import NOTHING
 
 Json = Mapping[str, Any]
 
@@ -20,14 +20,13 @@ _FREE = frozenset(
 """Fields whose value holds keys of somebody's own choice, which stay as they are."""
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
+class Config(NamedTuple):
     """What one Envoy has. Each mapping is by name and keeps the order of the source."""
 
-    listeners: Mapping[str, Json] = field(default_factory=dict)
-    routes: Mapping[str, Json] = field(default_factory=dict)
-    clusters: Mapping[str, Json] = field(default_factory=dict)
-    endpoints: Mapping[str, Json] = field(default_factory=dict)
+    listeners: Mapping[str, Json] = NOTHING
+    routes: Mapping[str, Json] = NOTHING
+    clusters: Mapping[str, Json] = NOTHING
+    endpoints: Mapping[str, Json] = NOTHING
     source: str = ""
 
 

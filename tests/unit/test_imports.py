@@ -46,6 +46,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "lab.whatif": PACKAGES,
     "lab.asking": PACKAGES,
     "lab.proofs": PACKAGES,
+    "lab.memory": PACKAGES,
     "lab.cli": PACKAGES,
     "lab.__main__": PACKAGES,
 }

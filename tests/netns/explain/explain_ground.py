@@ -154,9 +154,7 @@ class Ground:
 
     def with_port(self, packet: Packet) -> Packet:
         """The packet from a port that no other had, so that it begins a connection."""
-        from dataclasses import replace
-
-        return replace(packet, sport=next(self.ports))
+        return packet._replace(sport=next(self.ports))
 
     def _fence(self) -> None:
         port = next(self.ports)
