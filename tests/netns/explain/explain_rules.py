@@ -337,6 +337,8 @@ def _nft_rule(draw: st.DrawFn, chain: str, callee: tuple[str, ...]) -> str:
             actions += ["redirect", f"dnat {ip} to {family.away[0]}"]
     else:
         actions += ["drop", "reject"]
+    if any(w.startswith("meta nfproto") for w in words):  # nft refuses a translation that names the other family
+        actions = [a for a in actions if not a.startswith(("snat ", "dnat "))]
     if chain == "pre-mangle" and not any(w.startswith(("udp", "meta")) for w in words):
         actions.append(f"meta l4proto tcp tproxy {ip} to :{CAPTURE} meta mark set {MARK} accept")
     return " ".join([*words, draw(_pick(tuple(actions)))])

@@ -26,6 +26,11 @@ pytestmark = [pytest.mark.root, pytest.mark.timeout(600)]
 PAIRS = int(os.environ.get("SIDECARLAB_FUZZ_PAIRS", "600"))
 SEED = int(os.environ.get("SIDECARLAB_FUZZ_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
 PACKETS = 12
+PHASES = (
+    Phase.explicit,
+    Phase.generate,
+    *(() if os.environ.get("SIDECARLAB_FUZZ_SHRINK") == "no" else (Phase.shrink,)),
+)
 COUNT: Counter[str] = Counter()
 
 
@@ -57,7 +62,7 @@ def _examples(share: float) -> settings:
         database=None,
         print_blob=True,
         report_multiple_bugs=False,
-        phases=(Phase.explicit, Phase.generate, Phase.shrink),
+        phases=PHASES,
         suppress_health_check=list(HealthCheck),
     )
 
