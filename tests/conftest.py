@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
+
+
+def pytest_configure() -> None:
+    # A shell starts what it puts into the background with SIGINT ignored, and every child would inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 FORKING = ("runtime", "trace", "probe", "mutations", "cli", "topologies", "explain")
 """Rooms below tests/netns whose tests enter namespaces by a fork of this process."""
