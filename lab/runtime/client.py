@@ -120,6 +120,8 @@ class Place:
         if not self.up.done():
             raise LabError(f"{self.name} cannot be started", why=f"its first process ended with {self.ended.result()}")
         self.up.result()
+        # Two senders: the place can say that it is up before the zygote has said which process it is.
+        await asyncio.wait((self.known,))
 
     async def spawn(self, spec: ProcessSpec) -> Process:
         """Starts a process and returns when it runs.
