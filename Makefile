@@ -1,5 +1,5 @@
 # The targets a user needs; docs: README.md. Everything else is `.venv/bin/lab --help`.
-.PHONY: demo test setup lint bench test-docker format proto lock
+.PHONY: fuzz demo test setup lint bench test-docker format proto lock
 PY := .venv/bin/python
 
 demo: setup
@@ -10,6 +10,10 @@ test: setup
 
 test-docker: setup
 	$(PY) -m pytest tests/docker $(PYTEST_ARGS)
+
+# The rule evaluator against the kernel, the size of a night; the seed is printed, SIDECARLAB_FUZZ_SEED repeats it.
+fuzz: setup
+	SIDECARLAB_FUZZ_PAIRS=$${PAIRS:-10000} $(PY) -m pytest tests/netns/explain -s --timeout 3600 $(PYTEST_ARGS)
 
 setup:
 	@scripts/setup

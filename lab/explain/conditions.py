@@ -196,10 +196,11 @@ class Mark(NamedTuple):
     value: int
     mask: int
     negate: bool = False
+    strict: bool = False
 
     def check(self, packet: Packet, _host: Host) -> Answer:
         if self.of == "connection":
-            if not packet.has_connection:
+            if not (packet.connected if self.strict else packet.has_connection):
                 return False
             return (packet.ctmark & self.mask == self.value) != self.negate
         return (packet.mark & self.mask == self.value) != self.negate
@@ -219,7 +220,7 @@ class MarkIn(NamedTuple):
     negate: bool = False
 
     def check(self, packet: Packet, _host: Host) -> Answer:
-        if self.of == "connection" and not packet.has_connection:
+        if self.of == "connection" and not packet.connected:
             return False
         own = packet.mark if self.of == "packet" else packet.ctmark
         return any(low <= own <= high for low, high in self.ranges) != self.negate
@@ -255,7 +256,7 @@ class Status(NamedTuple):
     negate: bool = False
 
     def check(self, packet: Packet, _host: Host) -> Answer:
-        if not packet.has_connection:
+        if not packet.connected:
             return False
         if self.bits - {"snat", "dnat"}:
             return Doubt(f"{self.text}: only snat and dnat are known on paper")
@@ -313,7 +314,7 @@ class Zone(NamedTuple):
     negate: bool = False
 
     def check(self, packet: Packet, _host: Host) -> Answer:
-        if not packet.has_connection:
+        if not packet.connected:
             return False
         return any(low <= (packet.zone or 0) <= high for low, high in self.ranges) != self.negate
 
@@ -327,10 +328,10 @@ class Connected(NamedTuple):
     text: str
 
     def check(self, packet: Packet, _host: Host) -> Answer:
-        return packet.has_connection
+        return packet.connected
 
     def found(self, packet: Packet, _host: Host) -> str:
-        return "a connection" if packet.has_connection else "no connection"
+        return "a connection" if packet.connected else "no connection"
 
 
 class AddressType(NamedTuple):

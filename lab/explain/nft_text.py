@@ -491,6 +491,13 @@ class _Rule:
         if word == "reject":
             text = as_listed(self.words[self.at :])
             self.at = len(self.words)
+            # What nft takes from such an answer it does not list again.
+            if text.startswith(("reject with icmp ", "reject with icmp type")):
+                self.parts.append(c.IPVersion("meta nfproto ipv4", "ipv4"))
+            elif text.startswith("reject with icmpv6"):
+                self.parts.append(c.IPVersion("meta nfproto ipv6", "ipv6"))
+            elif "tcp reset" in text:
+                self.parts.append(c.Transport("meta l4proto tcp", frozenset({6})))
             return self.add(r.Reject(_reject_word(text)), text)
         return False
 
@@ -741,7 +748,7 @@ class _Rule:
     def _masked(self, key: _Key, mask: list[str], value: list[str], negated: bool, text: str) -> bool:
         if key.name in ("meta mark", "ct mark"):
             of: Literal["packet", "connection"] = "packet" if key.name == "meta mark" else "connection"
-            return self.add(c.Mark(text, of, int(value[0], 0), int(mask[0], 0), negated), text)
+            return self.add(c.Mark(text, of, int(value[0], 0), int(mask[0], 0), negated, strict=True), text)
         if key.name == "tcp flags":
             wanted = frozenset() if value == ["0x0"] or value == ["0"] else _flag_names(value)
             return self.add(c.TcpFlags(text, _flag_names(mask), wanted, negated), text)

@@ -99,6 +99,11 @@ class Packet(NamedTuple):
             return self.zone is not None
         return not self.untracked and self.state != "INVALID"
 
+    @property
+    def connected(self) -> bool:
+        """Whether that is a real connection, and not only the zone of one to come."""
+        return self.tracked and self.has_connection
+
     def shown(self) -> str:
         name = protocol_name(self.proto, self.family)
         ends = (self.src, self.dst)

@@ -113,22 +113,25 @@ class Fate(NamedTuple):
         return (self.end, self.why if self.end == "rejected" else "", *where)
 
 
-def send(packet: Packet, rules: RuleSet, host: Host, *, why: bool = False) -> tuple[Fate, ...]:
+def send(packet: Packet, rules: RuleSet, host: Host, *, why: bool = False, every: bool = False) -> tuple[Fate, ...]:
     """A packet that this machine sends: output, postrouting, and over ``lo`` also prerouting and input.
 
     Args:
         packet: without ``oif`` the route of its destination decides.
         why: also remember rules that did not match.
+        every: give all courses, also those that end alike.
     """
     oif = packet.oif or host.route(packet.dst)
     start = packet._replace(oif=oif, iif="")
-    return tuple(_merged(_Walk(rules, host, why).sent(start)))
+    fates = _Walk(rules, host, why, every).sent(start)
+    return tuple(fates if every else _merged(fates))
 
 
-def receive(packet: Packet, rules: RuleSet, host: Host, *, why: bool = False) -> tuple[Fate, ...]:
+def receive(packet: Packet, rules: RuleSet, host: Host, *, why: bool = False, every: bool = False) -> tuple[Fate, ...]:
     """A packet that arrives by ``packet.iif``: prerouting, then input, or forward and postrouting."""
     start = packet._replace(oif="", uid=None, gid=None)
-    return tuple(_merged(_Walk(rules, host, why).received(start)))
+    fates = _Walk(rules, host, why, every).received(start)
+    return tuple(fates if every else _merged(fates))
 
 
 def certain(fates: Iterable[Fate]) -> Fate | None:
@@ -195,8 +198,8 @@ class _Ended(NamedTuple):
 class _Walk:
     """All walks of one packet. Counts steps, so that a rule set cannot keep us for ever."""
 
-    def __init__(self, rules: RuleSet, host: Host, why: bool) -> None:
-        self.rules, self.host, self.why = rules, host, why
+    def __init__(self, rules: RuleSet, host: Host, why: bool, every: bool) -> None:
+        self.rules, self.host, self.why, self.every = rules, host, why, every
         self.steps = 0
         self._tracks: dict[str, bool] = {}
 
@@ -280,7 +283,7 @@ class _Walk:
                         finished = _close(hook, before, end.course)
                         kind: End = {"drop": "dropped", "reject": "rejected"}.get(end.verdict, "undecided")  # type: ignore[assignment]
                         yield _fate(kind, finished, end.why)
-            courses = _fewer(going)
+            courses = going if self.every else _fewer(going)
             if len(courses) > MOST_FATES:
                 yield _fate("undecided", courses[0], f"more than {MOST_FATES} possible ways through {hook}")
                 return
@@ -403,7 +406,7 @@ class _Walk:
                 results.append((now, None))
                 continue
             found = [answer for answer in answers if isinstance(answer, Doubt)]
-            if found and all(isinstance(part, NoEffect) for part in rule.parts[run:]):
+            if found and not self.every and all(isinstance(part, NoEffect) for part in rule.parts[run:]):
                 results.append((now.seen(Step(table, chain.name, base, rule, True, "no effect")), None))
                 continue
             if found:
@@ -544,13 +547,13 @@ def _effect(part: Part, packet: Packet) -> Packet:
     if isinstance(part, SetMark):
         if part.of == "packet":
             return packet._replace(mark=(packet.mark & ~part.mask) ^ part.value)
-        if packet.has_connection:
+        if packet.connected:
             return packet._replace(ctmark=(packet.ctmark & ~part.mask) ^ part.value)
     elif isinstance(part, SaveMark):
-        if packet.has_connection:
+        if packet.connected:
             return packet._replace(ctmark=(packet.ctmark & ~part.ctmask) ^ (packet.mark & part.nfmask))
     elif isinstance(part, RestoreMark):
-        if packet.has_connection:
+        if packet.connected:
             return packet._replace(mark=(packet.mark & ~part.nfmask) ^ (packet.ctmark & part.ctmask))
     elif isinstance(part, SetZone):
         # The template sits where the connection will; the first one stays.

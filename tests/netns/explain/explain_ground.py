@@ -23,7 +23,6 @@ from lab.explain.packet import Host, Packet
 from lab.explain.ruleset import RuleSet
 from lab.trace import owner_table
 from lab.trace.index import Entry, Step
-from lab.trace.index import Packet as Traced
 from lab.trace.places import Place, attach, inside, wait_readable
 from lab.trace.rules import Listing, parse_iptables_save, parse_nft_listing
 
@@ -193,11 +192,17 @@ class Ground:
                 if (entry.reply.dst, port) != (packet.src, packet.sport):
                     moved = self.place.index.packets(proto, entry.reply.dst, port)
                     later = [p for p in moved if p.hook == "prerouting" and p.number > first.number]
-            again = self._rules(later[0]) if later else None
-        return Sent(self._rules(first), again, entry)
+            if later:
+                # A report can come late and be put to the second of the two: its hook tells which it belongs to.
+                both = [*first.steps, *later[0].steps]
+                again = self._rules([s for s in both if self.listing.hook(s) in ("prerouting", "input")])
+                return Sent(
+                    self._rules([s for s in both if self.listing.hook(s) in ("output", "postrouting")]), again, entry
+                )
+        return Sent(self._rules(first.steps), again, entry)
 
-    def _rules(self, traced: Traced) -> tuple[tuple[str, str, int], ...]:
-        return tuple(self._named(s) for s in traced.steps if s.kind == "rule" or self._is_rule(s))
+    def _rules(self, steps: Sequence[Step]) -> tuple[tuple[str, str, int], ...]:
+        return tuple(self._named(s) for s in steps if s.kind == "rule" or self._is_rule(s))
 
     def _is_rule(self, step: Step) -> bool:
         """Legacy iptables calls a rule without conditions that ends a chain its end (ip_tables.c: get_chainname_rulenum)."""

@@ -167,8 +167,17 @@ def _targets(family: Family, table: str, chain: str, proto: str, callee: tuple[s
     return st.sampled_from(found)
 
 
+_CHANCES = st.sampled_from(
+    [
+        "-m statistic --mode random --probability 0.5",
+        "-m statistic --mode nth --every 3 --packet 0",
+        "-m limit --limit 1/min",
+        "-m length --length 40:60",
+    ]
+)
 _COUNT = st.integers(0, 4)
 _FEW = st.integers(0, 2)
+_SELDOM = st.sampled_from([False, False, False, True])
 _FULL = st.sampled_from([True, True, True, False])
 _POLICIES = st.sampled_from(["ACCEPT", "ACCEPT", "ACCEPT", "ACCEPT", "DROP"])
 
@@ -183,19 +192,23 @@ def _which(count: int) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(0, count - 1), max_size=2, unique=True)
 
 
-def _rule(draw: st.DrawFn, family: Family, table: str, chain: str, hook: str, callee: tuple[str, ...]) -> str:
+def _rule(
+    draw: st.DrawFn, family: Family, table: str, chain: str, hook: str, callee: tuple[str, ...], doubtful: bool
+) -> str:
     proto = draw(_protos(family))
     options = _matches(family, chain, proto, hook in _OUT)
     asked = [draw(options[i]) for i in draw(_which(len(options)))]
     # Behind multiport --dport would be multiport's own.
     asked.sort(key=lambda text: text.startswith("-m multiport"))
+    if doubtful and draw(_SELDOM):
+        asked.append(draw(_CHANCES))
     words = [f"-p {proto}" if proto else "", *asked]
     return " ".join(w for w in [f"-A {chain}", *words, draw(_targets(family, table, hook, proto, callee))] if w)
 
 
 @st.composite
-def document(draw: st.DrawFn, family: Family) -> str:
-    """A restore document: some of the four tables, each with user chains."""
+def document(draw: st.DrawFn, family: Family, doubtful: bool = False) -> str:
+    """A restore document: some of the four tables, each with user chains. ``doubtful``: with matches that nobody can answer."""
     lines: list[str] = []
     for table, bases in _CHAINS.items():
         lines.append(f"*{table}")
@@ -207,7 +220,9 @@ def document(draw: st.DrawFn, family: Family) -> str:
             lines += [f":{c} - [0:0]" for chains in groups.values() for c in chains]
             for base, chains in groups.items():
                 for number, chain in enumerate([base, *chains]):
-                    body += [_rule(draw, family, table, chain, base, chains[number:]) for _ in range(draw(_COUNT))]
+                    body += [
+                        _rule(draw, family, table, chain, base, chains[number:], doubtful) for _ in range(draw(_COUNT))
+                    ]
         lines += [*body, "COMMIT"]
     return "\n".join(lines) + "\n"
 
