@@ -79,7 +79,8 @@ def _log(parsed: flags.Parsed) -> Log:
 
 def _run(parsed: flags.Parsed, environ: Mapping[str, str], log: Log) -> int:
     config = configure(parsed, environ, log)
-    log.info(f"settings:\n{config.lines()}")
+    if log.informing:
+        log.info(f"settings:\n{config.lines()}")
     if config.dry_run:
         return _dry_run(config, environ, log)
     from .program import run

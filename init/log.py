@@ -38,6 +38,10 @@ class Log:
         self._write("debug", message)
 
     @property
+    def informing(self) -> bool:
+        return self.level >= LEVELS["info"]
+
+    @property
     def debugging(self) -> bool:
         return self.level >= LEVELS["debug"]
 

@@ -110,7 +110,7 @@ def _log_state(tools: Tools) -> None:
         for family, name in families.items():
             if xtables.may_hold_rules(kind, family) and tools.find(f"{name}-save"):
                 tools.log.debug(f"final state, {kind} {family}:\n{tools.run([f'{name}-save']).out}")
-    if _native_tables() and tools.find("nft"):
+    if _native_tables(_nft_tables()) and tools.find("nft"):
         tools.log.debug(f"final state, native nftables:\n{tools.run(['nft', 'list', 'ruleset', 'inet']).out}")
 
 
@@ -138,7 +138,7 @@ def _cleanup_everywhere(config: Config, tools: Tools, result: Result) -> None:
         if any(made.values()):
             xtables.Restore(detect.choose(backend, bool(made["ipv6"]), tools), tools).change(made)
             cleaned.append(kind)
-    if tools.find("nft") and _native_tables():
+    if tools.find("nft") and _native_tables(_nft_tables()):
         NFTables(tools, config.cni_mode).cleanup()
         cleaned.append("native-nft")
     result.backend, result.action = ",".join(cleaned) or config.backend, "cleaned"
@@ -344,10 +344,10 @@ def _jumps_to_docker(dump: state.Dump) -> bool:
     return any(jump(text) == DOCKER_CHAIN for text in dump.chain("nat", "OUTPUT"))
 
 
-def _save(tools: Tools, kind: str, family: Family) -> state.Dump:
+def _save(tools: Tools, kind: str, family: Family, nft: xtables.NFTTables = None) -> state.Dump:
     """Rules of some back end, empty where it cannot be read or has none."""
     name = SAVERS[kind][family]
-    if not xtables.may_hold_rules(kind, family) or not tools.find(f"{name}-save"):
+    if not xtables.may_hold_rules(kind, family, nft) or not tools.find(f"{name}-save"):
         return state.Dump()
     result = tools.run([f"{name}-save"])
     return state.parse(result.out) if result.code == 0 else state.Dump()
@@ -355,26 +355,31 @@ def _save(tools: Tools, kind: str, family: Family) -> state.Dump:
 
 def _warn_of_others(tools: Tools, mine: xtables.Kind | None) -> None:
     """Rules of ours in another back end act too, whatever this run does."""
+    nft = _nft_tables()
     if mine is not None:
-        found = _native_tables()
+        found = _native_tables(nft)
         if found:
             tools.log.warn(
                 f"native nftables rules are present too: {', '.join(found)}; --native-nftables --cleanup-only removes them"
             )
     for kind in SAVERS:
-        if kind != mine and any(_save(tools, kind, family).any_of_ours() for family in FAMILIES):
+        if kind != mine and any(_save(tools, kind, family, nft).any_of_ours() for family in FAMILIES):
             tools.log.warn(
                 f"{kind} iptables rules of an earlier run are present too; --backend {kind} --cleanup-only removes them"
             )
 
 
-def _native_tables() -> list[str]:
+def _nft_tables() -> xtables.NFTTables:
     from .netlink import nft_tables
 
     try:
-        return [name for family, name in nft_tables() if family == "inet" and name in native.TABLES]
+        return nft_tables()
     except OSError:
-        return []
+        return None
+
+
+def _native_tables(tables: xtables.NFTTables) -> list[str]:
+    return [name for family, name in tables or () if family == "inet" and name in native.TABLES]
 
 
 def _warn_of_foreign(built: RuleSet, dumps: Mapping[Family, state.Dump], log: Log) -> None:

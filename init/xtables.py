@@ -105,10 +105,14 @@ class Restore:
             raise failure(f"{binary.name}-restore refused the {family} rules{f' ({line})' if line else ''}", result)
 
 
-def may_hold_rules(kind: str, family: Family) -> bool:
+NFTTables = Sequence[tuple[str, str]] | None
+"""``(family, name)`` of each table; None: not read yet, or not to be had."""
+
+
+def may_hold_rules(kind: str, family: Family, nft: NFTTables = None) -> bool:
     """False if the kernel says that this network namespace has no such table at all.
 
-    Looking does not create any. Legacy: /proc/net/ip_tables_names; nft: a netlink dump.
+    Looking does not create any. Legacy: /proc/net/ip_tables_names; nft: a netlink dump, or what a caller has read of it.
     """
     if kind == "legacy":
         try:
@@ -121,7 +125,8 @@ def may_hold_rules(kind: str, family: Family) -> bool:
     from .netlink import nft_tables
 
     try:
-        return any(table_family == NFT_FAMILIES[family] for table_family, _ in nft_tables())
+        tables = nft_tables() if nft is None else nft
+        return any(table_family == NFT_FAMILIES[family] for table_family, _ in tables)
     except OSError:
         return True
 
