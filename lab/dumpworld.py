@@ -20,9 +20,11 @@ from lab.explain.ruleset import RuleSet
 from lab.explain.upstream import Resolve
 from lab.explain.world import Payload, Place, Transit
 from lab.explain.xds import Config, Json
+from lab.manifests.files import read_bytes
 from lab.verdict import From, To, Verdict
 
 HERE = "this machine"
+_MAX_BYTES = 256 << 20  # of a dump: an Envoy's of ten thousand clusters has some 100 MiB
 OUTBOUND, INBOUND = 15001, 15006
 UNNAMED = {4: "192.0.2.1", 6: "2001:db8::1"}
 CLIENT = {4: "192.0.2.2", 6: "2001:db8::2"}
@@ -83,10 +85,7 @@ def read(rules: Sequence[str | Path] = (), config: str | Path | None = None, set
 
 
 def _text(file: str | Path) -> str:
-    try:
-        return Path(file).read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise InputError("cannot read a file", str(file), error.strerror or str(error)) from None
+    return read_bytes(file, _MAX_BYTES, pipe=True).decode("utf-8", "replace")
 
 
 def _ipset(text: str, file: str) -> list[tuple[str, str]]:

@@ -7,6 +7,25 @@ LabError
 
 from __future__ import annotations
 
+import re
+
+_WORD, _HEAD, _TAIL = 100, 60, 20
+_PLACE, _PART = 300, 1000
+"""Longest word, place and other part of an error, in characters; what is longer is cut in its middle."""
+
+
+def shortened(text: str, limit: int = _PART) -> str:
+    """The text on one line, without what a terminal would act on, and at most ``limit`` characters."""
+    line = " ".join(text.split())
+    line = line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+    if len(line) <= limit:
+        return line
+    return f"{line[: limit * 2 // 3]}...{line[len(line) - limit // 3 + 3 :]}"
+
+
+def _short_words(text: str) -> str:
+    return re.sub(rf"\S{{{_WORD + 1},}}", lambda word: f"{word[0][:_HEAD]}...{word[0][-_TAIL:]}", text)
+
 
 class LabError(Exception):
     """An error written for its reader: WHAT, WHERE, WHY and the NEXT STEP, one line.
@@ -25,9 +44,9 @@ class LabError(Exception):
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        line = ": ".join(part for part in (self.what, self.where, self.why) if part).rstrip(".")
-        text = f"{line}. {self.next_step}" if self.next_step else line
-        return " ".join(text.split())
+        what, why, next_step = (shortened(_short_words(part)) for part in (self.what, self.why, self.next_step))
+        line = ": ".join(part for part in (what, shortened(self.where, _PLACE), why) if part).rstrip(".")
+        return f"{line}. {next_step}" if next_step else line
 
 
 class InputError(LabError):

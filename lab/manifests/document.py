@@ -84,6 +84,57 @@ class _Loader(CParser, BaseResolver):
         BaseResolver.__init__(self)
 
 
+MAX_NODES = 500_000
+"""Values of one document, keys and each use of an anchor counted: some 5,000 pods. More would be a bomb or a mistake."""
+
+
+def _too_many(file: str, line: int) -> InputError:
+    return InputError(
+        "too many values",
+        f"{file}:{line}",
+        f"a document may have {MAX_NODES:,}, counting what its anchors stand for",
+        "Split the file, or repeat less with anchors.",
+    )
+
+
+def _count_written(text: str, file: str) -> None:
+    """Stops at a text with too many values before all of them are made; a value takes two characters at least."""
+    if len(text) < 2 * MAX_NODES:
+        return
+    loader = _Loader(text)
+    try:
+        number = 0
+        while loader.check_event():
+            event = loader.get_event()
+            assert event is not None
+            assert event.start_mark is not None
+            number = 0 if isinstance(event, yaml.DocumentStartEvent) else number + 1
+            if number > 2 * MAX_NODES:  # a list or mapping has an event for its end, too
+                raise _too_many(file, event.start_mark.line + 1)
+    finally:
+        loader.dispose()
+
+
+def _expanded(node: Node, known: dict[int, int]) -> int:
+    """How many values ``_data`` would make of a node: an anchor's again for each use. Each node is visited once.
+
+    Raises:
+        RecursionError: an anchor contains itself.
+    """
+    number = known.get(id(node))
+    if number is None:
+        known[id(node)] = -1
+        number = 1
+        if isinstance(node, SequenceNode):
+            number += sum(_expanded(item, known) for item in node.value)
+        elif isinstance(node, MappingNode):
+            number += sum(_expanded(part, known) for pair in node.value for part in pair)
+        known[id(node)] = number
+    if number < 0:
+        raise RecursionError
+    return number
+
+
 _NULL, _BOOL, _INT, _FLOAT, _MERGE = (f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "merge"))
 for _tag, _pattern, _first in (
     (_NULL, r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -193,15 +244,18 @@ def parse(text: str, file: str, offset: int = 0) -> list[Map]:
         offset: lines that precede the text in the file (text embedded in another document).
 
     Raises:
-        InputError: bad syntax, a repeated key, or a document that is no mapping.
+        InputError: bad syntax, a repeated key, a document that is no mapping, or one of more than ``MAX_NODES`` values.
     """
     documents = []
     try:
+        _count_written(text, file)
         loader = _Loader(text)
         try:
             while loader.check_node():
                 node = loader.get_node()
                 assert node is not None
+                if _expanded(node, {}) > MAX_NODES:
+                    raise _too_many(file, node.start_mark.line + 1 + offset)
                 data = _data(node, file, "", offset)
                 if data is None:
                     continue

@@ -52,11 +52,17 @@ _PROTOCOLS = (
 
 
 def _protocol(word: str, item: Item, path: tuple[str | int, ...], problems: Problems) -> None:
+    """Refuses a word that names no protocol; none at all is detected by Envoy.
+
+    Source: istio/istio: pkg/config/validation/validation.go (ValidateProtocol, for ServiceEntry and Sidecar alike).
+    """
     if word and not protocol.is_word(word):
-        hint = did_you_mean(word, _PROTOCOLS)
-        problems.warn(
+        known = f"Use one of {', '.join(_PROTOCOLS)}, or leave it out: then Envoy detects it."
+        problems.error(
             locate(item.document, path),
-            f'{item.subject}: Istio does not know the protocol "{word}", so it is detected. {hint}'.rstrip(),
+            f'unsupported protocol "{word}"',
+            f"{item.subject}: Istio refuses it",
+            did_you_mean(word, _PROTOCOLS) or known,
         )
 
 

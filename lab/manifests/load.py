@@ -7,6 +7,7 @@ decides injection, makes pods of Deployments, and gives everything an address.
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from lab.errors import InputError
 from lab.manifests import addresses, istio, semantics, sidecarlab
 from lab.manifests.addresses import Claim, ServiceDraft
 from lab.manifests.document import Map, Seq, parse
+from lab.manifests.files import read_text
 from lab.manifests.item import Item
 from lab.manifests.kinds import ACCEPTED, KINDS, REFUSED, SCOPED, Kind
 from lab.manifests.model import (
@@ -69,7 +71,7 @@ def load_text(text: str, file: str = "-", name: str = "lab") -> Mesh:
 
 def texts(paths: Sequence[str | Path]) -> list[tuple[str, str]]:
     """The names and contents of files and directories, in the order in which `load` reads them; raises InputError."""
-    return [(str(file), _text(file)) for file in _files(paths)]
+    return [(str(file), read_text(file)) for file in _files(paths)]
 
 
 def load_texts(found: Sequence[tuple[str, str]], name: str, previous: Mesh | None = None) -> Mesh:
@@ -96,7 +98,7 @@ def check(
 
 def lab_name(path: Path) -> str:
     """A name for a lab made of a file's or directory's name: lower case letters, digits and ``-``."""
-    base = path.resolve().name
+    base = os.path.basename(os.path.realpath(path))
     stem = re.sub(r"\.ya?ml$", "", base)
     return re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:40] or "lab"
 
@@ -107,26 +109,32 @@ def _files(paths: Sequence[str | Path]) -> list[Path]:
             "no manifests", "", "no file or directory was named", "Name one, e.g. topologies/quickstart.yaml."
         )
     files: list[Path] = []
-    for path in map(Path, paths):
-        if path.is_dir():
-            found = sorted(entry for entry in path.iterdir() if entry.suffix in (".yaml", ".yml") and entry.is_file())
-            if not found:
-                raise InputError("no manifests", str(path), "the directory holds no *.yaml or *.yml")
-            files += found
-        elif path.exists():
-            files.append(path)
-        else:
-            raise InputError("no such file", str(path), "", "Name a manifest file or a directory of them.")
+    for path in paths:
+        files += _in_directory(Path(path)) if os.path.isdir(path) else [_existing(path)]
     return list(dict.fromkeys(files))
 
 
-def _text(file: Path) -> str:
+def _in_directory(path: Path) -> list[Path]:
     try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise InputError("not a text file", str(file), "manifests are UTF-8") from None
+        found = sorted(entry for entry in path.iterdir() if entry.suffix in (".yaml", ".yml") and entry.is_file())
     except OSError as error:
-        raise InputError("cannot read", str(file), error.strerror or str(error)) from None
+        raise InputError("cannot read a directory", str(path), error.strerror or str(error)) from None
+    if not found:
+        raise InputError("no manifests", str(path), "the directory holds no *.yaml or *.yml", "Name another.")
+    return found
+
+
+def _existing(path: str | Path) -> Path:
+    if not str(path):  # Path("") would be the current directory
+        raise InputError("empty file name", next_step="Name a manifest file or a directory of them.")
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        raise InputError("no such file", str(path), "", "Name a manifest file or a directory of them.") from None
+    except (OSError, ValueError) as error:  # ValueError: a name with a null byte
+        why = getattr(error, "strerror", "") or str(error)
+        raise InputError("cannot read", str(path), why, "Name a file that can be read.") from None
+    return Path(path)
 
 
 # --- reading --------------------------------------------------------------------------------

@@ -55,5 +55,5 @@ def of_service_port(port: int, transport: str, name: str = "", app_protocol: str
 
 
 def of_istio_port(word: str) -> Protocol:
-    """The protocol of a ServiceEntry or Sidecar port: its ``protocol`` field; missing or unknown means detected."""
+    """The protocol of a ServiceEntry or Sidecar port: its ``protocol`` field; missing means detected."""
     return parse(word) if word else "AUTO"

@@ -223,7 +223,7 @@ spec:
   resolution: STATIC
   exportTo: [.]
   subjectAltNames: [spiffe://x/y]
-  ports: [{number: 80, name: http, protocol: http, targetPort: 8080}, {number: 443, name: tls, protocol: quic}]
+  ports: [{number: 80, name: http, protocol: http, targetPort: 8080}, {number: 443, name: tls}]
   endpoints:
   - {address: 192.0.2.9, ports: {http: 81}, labels: {v: "1"}, locality: r/z, weight: 5, serviceAccount: sa, network: net}
   - {address: "unix:///run/x"}
@@ -243,8 +243,7 @@ spec: {address: 192.0.2.10, serviceAccount: vm}
     )
     assert entry.auto_addresses == {}
     assert made.workload_entries[0].endpoint == WorkloadEndpoint("192.0.2.10", service_account="vm")
-    (warning,) = made.warnings
-    assert warning.message == 'ServiceEntry default/ext: Istio does not know the protocol "quic", so it is detected.'
+    assert made.warnings == ()
 
 
 def test_sidecar() -> None:

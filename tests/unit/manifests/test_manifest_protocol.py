@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from lab.errors import InputError
 from lab.manifests import protocol
+from lab.manifests.load import load_text
 
 
 @pytest.mark.parametrize(
@@ -47,3 +49,33 @@ def test_istio_port() -> None:
     assert protocol.of_istio_port("Grpc-Web") == "GRPC-Web"
     assert protocol.of_istio_port("") == "AUTO"
     assert protocol.of_istio_port("quic") == "AUTO"
+
+
+@pytest.mark.parametrize(
+    ("spec", "line", "next_step"),
+    [
+        ("hosts: [a.example]\n  ports:\n  - {number: 80, name: p, protocol: FOO}", 7, "Use one of HTTP, HTTPS"),
+        ("hosts: [a.example]\n  ports:\n  - {number: 80, name: p, protocol: HTPP}", 7, 'Did you mean "HTTP"?'),
+    ],
+)
+def test_a_service_entry_with_an_unknown_protocol_is_refused(spec: str, line: int, next_step: str) -> None:
+    text = f"apiVersion: networking.istio.io/v1\nkind: ServiceEntry\nmetadata: {{name: x}}\nspec:\n  {spec}\n"
+    with pytest.raises(InputError, match="unsupported protocol") as caught:
+        load_text(text, "mesh.yaml")
+    assert caught.value.where == f"mesh.yaml:{line}"
+    assert "ServiceEntry default/x" in str(caught.value)
+    assert next_step in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "  ingress:\n  - {port: {number: 80, protocol: FOO, name: p}, defaultEndpoint: 127.0.0.1:80}\n",
+        "  egress:\n  - {port: {number: 80, protocol: FOO, name: p}, hosts: ['*/*']}\n",
+    ],
+)
+def test_a_sidecar_port_with_an_unknown_protocol_is_refused(spec: str) -> None:
+    with pytest.raises(InputError, match=r'unsupported protocol "FOO": mesh.yaml:6: Sidecar default/x'):
+        load_text(
+            f"apiVersion: networking.istio.io/v1\nkind: Sidecar\nmetadata: {{name: x}}\nspec:\n{spec}", "mesh.yaml"
+        )

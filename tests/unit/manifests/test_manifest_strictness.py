@@ -338,7 +338,7 @@ def test_a_binary_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "x.yaml"
     file.write_bytes(b"\xff\xfe\x00")
     _, (error,) = load.check([file])
-    assert str(error) == f"not a text file: {file}: manifests are UTF-8"
+    assert str(error) == f"not a text file: {file}:1: manifests are UTF-8. Save it as UTF-8."
 
 
 @pytest.mark.parametrize(
