@@ -29,28 +29,44 @@ KINDS = ("bootstrap", "listeners", "routes", "clusters", "endpoints", "secrets",
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command line and returns its exit code; errors become one line on stderr, never a traceback."""
+    """Runs one command line and returns its exit code; errors become one line on stderr, never a traceback.
+
+    Without ``argv`` it is this process's own, and so are its standard streams (`lab.output`).
+    """
+    if argv is not None:
+        return _told(argv)
+    from lab.output import guarded
+
+    with guarded():
+        return _told(sys.argv[1:])
+
+
+def _told(argv: Sequence[str]) -> int:
+    """The exit code of a command line whose output was written, or whose error was told."""
     try:
-        result = cli.main(args=list(sys.argv[1:] if argv is None else argv), prog_name="lab", standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message())
-        return 2
-    except click.UsageError as error:
-        return _fail(InputError(error.format_message().rstrip("."), next_step=_usage_hint(error)))
-    except click.ClickException as error:
-        return _fail(InputError(error.format_message()))
-    except (click.Abort, KeyboardInterrupt):
-        return 130
+        code = _run(argv)
+        sys.stdout.flush()
     except LabError as error:
         return _fail(error)
-    except BrokenPipeError:
-        # The reader of our output went away (`lab ls | head`): nothing is wrong on our side.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except Exception as error:
         if os.environ.get("SIDECARLAB_TRACEBACK"):
             raise
         return _fail(_defect(error))
+    return code
+
+
+def _run(argv: Sequence[str]) -> int:
+    try:
+        result = cli.main(args=list(argv), prog_name="lab", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        return 2
+    except click.UsageError as error:
+        raise InputError(error.format_message().rstrip("."), next_step=_usage_hint(error)) from None
+    except click.ClickException as error:
+        raise InputError(error.format_message()) from None
+    except (click.Abort, KeyboardInterrupt):
+        return 130
     return result if isinstance(result, int) else 0
 
 
@@ -153,7 +169,12 @@ def up(
     if not detach:
         show = functools.partial(_show_ready, as_json=as_json)
         return lifecycle.run_attached(read, backend=backend, timeout=timeout, runtime=runtime, on_ready=show)
-    _show_ready(lifecycle.start_detached(read, backend=backend, timeout=timeout, runtime=runtime), as_json)
+    info = lifecycle.start_detached(read, backend=backend, timeout=timeout, runtime=runtime)
+    try:
+        _show_ready(info, as_json)
+    except LabError:  # an error means that there is no lab
+        lifecycle.stop(str(info["name"]))
+        raise
     return 0
 
 

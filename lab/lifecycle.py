@@ -175,7 +175,11 @@ def run_attached(
     with _interruptible():
         lab = Lab.up(mesh, iptables=backend, timeout=timeout, runtime=runtime)
         try:
-            on_ready(lab.info)
+            try:
+                on_ready(lab.info)
+            except LabError:
+                lab.down()
+                raise
             lab.wait()
         except KeyboardInterrupt:
             lab.down()

@@ -24,6 +24,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "lab": (),  # the package itself holds nothing
     "lab.errors": (),
     "lab.notify": (),
+    "lab.output": _ERRORS,
     "lab.verdict": (),
     "lab.manifests": _MANIFESTS,
     "lab.apps": (*_ERRORS, "lab.apps"),
