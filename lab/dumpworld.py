@@ -18,6 +18,7 @@ from lab.explain.packet import NOTHING, Host, Packet
 from lab.explain.predict import Flow, verdict
 from lab.explain.ruleset import RuleSet
 from lab.explain.upstream import Resolve
+from lab.explain.walk import Walker
 from lab.explain.world import Payload, Place, Transit
 from lab.explain.xds import Config, Json
 from lab.manifests.files import read_bytes
@@ -116,9 +117,13 @@ class DumpWorld:
             HERE, host, rules, (own,), None, meshed=dumps.config is not None, proxy_uid=asked.proxy_uid,
             proxy_gid=asked.proxy_uid,
         )  # fmt: skip
+        self._walker = Walker(rules, host)
 
     def place(self, _name: str) -> Place:
         return self._place
+
+    def walker(self, _name: str) -> Walker:
+        return self._walker
 
     def envoy(self, _name: str) -> Config | None:
         return self._dumps.config

@@ -9,23 +9,25 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from lab.errors import InputError
 from lab.explain import iptables_save, nft_text
 from lab.explain.flow import ClientTls, Request
 from lab.explain.journey import Journey, follow
-from lab.explain.packet import Host, Packet
+from lab.explain.packet import Family, Host, Packet
 from lab.explain.predict import Flow, Question, verdict
+from lab.explain.ruleset import Backend as RuleBackend
 from lab.explain.ruleset import RuleSet
 from lab.explain.upstream import Resolve
-from lab.explain.walk import Fate, receive, send
+from lab.explain.walk import Fate, Walker
 from lab.explain.world import Payload, Place, Result, Speaks, Transit
-from lab.explain.xds import Config, from_resources
+from lab.explain.xds import Config
 from lab.verdict import From, To, Verdict
 
 if TYPE_CHECKING:
+    from lab.discovery.snapshot import Resources
     from lab.fabric.zone import Zone
     from lab.manifests.model import ExternalHost, FlowTo, Mesh, Pod, TrafficTest
 
@@ -195,6 +197,9 @@ def is_address(text: str) -> bool:
     return True
 
 
+_Resolved = tuple[str | None, tuple[Question, ...], str | None]
+
+
 class MeshWorld:
     """A mesh on paper. Everything is made when it is first asked for and kept.
 
@@ -212,12 +217,21 @@ class MeshWorld:
         kept: Callable[[str, Callable[[], Any]], Any] | None = None,
     ) -> None:
         self.mesh, self.backend = mesh, backend
-        self._kept = kept or (lambda _key, make: make())
+        self._own: dict[str, Any] = {}
+        self._kept = kept or self._keep
         self._rules_of, self._envoy_of = rules_of, envoy_of
         self._places: dict[str, Place] = {}
+        self._walkers: dict[str, Walker] = {}
+        self._resolved: dict[tuple[str, str, int, bool], _Resolved] = {}
         self._envoys: dict[str, Config | None] = {}
+        self._pods = {p.name: p for p in mesh.pods}
         self._owners = {ip: p.name for p in mesh.pods for ip in p.ips}
         self._owners |= {a: f"ext-{h.meta.name}" for h in mesh.external_hosts for a in h.addresses}
+
+    def _keep(self, key: str, make: Callable[[], Any]) -> Any:
+        if key not in self._own:
+            self._own[key] = make()
+        return self._own[key]
 
     @property
     def busy(self) -> bool:
@@ -247,10 +261,17 @@ class MeshWorld:
             self._places[name] = self._kept(f"place {self.backend} {name}", lambda: self._make(name))
         return self._places[name]
 
+    def walker(self, name: str) -> Walker:
+        """The rules of a place; every walk through them is made once."""
+        if name not in self._walkers:
+            place = self.place(name)
+            self._walkers[name] = Walker(place.rules, place.host)
+        return self._walkers[name]
+
     def _make(self, name: str) -> Place:
         if name == NODE:
             return self._node()
-        pod = self.mesh.pod(name)
+        pod = self._pods.get(name)
         if pod is not None:
             return self._pod(pod)
         for host in self.mesh.external_hosts:
@@ -329,10 +350,10 @@ class MeshWorld:
 
     def envoy(self, name: str) -> Config | None:
         if name not in self._envoys:
-            pod = self.mesh.pod(name)
+            pod = self._pods.get(name)
             made = self._envoy_of(name) if self._envoy_of else None
             if made is None and pod is not None and pod.injected:
-                made = self._kept(f"envoy {name}", lambda: pod_envoy(self.mesh, pod))
+                made = self._kept(f"envoy {name}", lambda: self._push.envoy(pod))
             self._envoys[name] = made
         return self._envoys[name]
 
@@ -340,12 +361,11 @@ class MeshWorld:
 
     def transit(self, packet: Packet, source: str) -> tuple[Transit, ...]:
         """Through the node: its services may translate or reject, its routes know pods and external hosts alone."""
-        node = self.place(NODE)
         arriving = packet._replace(
             iif=_NODE_INTERFACE, oif="", tracked=False, zone=None, snat_done=False, dnat_done=False, snat=False,
             dnat=False, original=None, mark=0, ctmark=0, uid=None, gid=None,
         )  # fmt: skip
-        return tuple(self._carried(fate, packet, source) for fate in receive(arriving, node.rules, node.host))
+        return tuple(self._carried(fate, packet, source) for fate in self.walker(NODE).receive(arriving))
 
     def _carried(self, fate: Fate, packet: Packet, source: str) -> Transit:
         silent: Result = "timeout" if packet.proto == 6 else "no-answer"
@@ -420,7 +440,7 @@ class MeshWorld:
         return self.mesh.fabric.dns or self.mesh.fabric.dns6
 
     def search(self, place: str) -> tuple[str, ...]:
-        pod = self.mesh.pod(place)
+        pod = self._pods.get(place)
         suffix = self.mesh.domain_suffix
         if pod is None:
             return (suffix,)
@@ -433,10 +453,14 @@ class MeshWorld:
         searched = [f"{name}.{domain}." for domain in self.search(place)]
         return [f"{name}.", *searched] if name.count(".") >= 5 else [*searched, f"{name}."]
 
-    def resolve(
-        self, start: str, host: str, uid: int, *, why: bool = False
-    ) -> tuple[str | None, tuple[Question, ...], str | None]:
+    def resolve(self, start: str, host: str, uid: int, *, why: bool = False) -> _Resolved:
         """(address, the questions asked for it, why it has none), as a program at ``start`` finds it."""
+        key = (start, host, uid, why)
+        if key not in self._resolved:
+            self._resolved[key] = self._resolve(*key)
+        return self._resolved[key]
+
+    def _resolve(self, start: str, host: str, uid: int, why: bool) -> _Resolved:
         if is_address(host):
             return str(ipaddress.ip_address(host)), (), None
         place = self.place(start)
@@ -460,7 +484,7 @@ class MeshWorld:
         wanted = host.rstrip(".").lower()
         if wanted == "localhost":
             return "127.0.0.1"
-        pod = self.mesh.pod(start)
+        pod = self._pods.get(start)
         if pod is None:
             own = next((h for h in self.mesh.external_hosts if f"ext-{h.meta.name}" == start), None)
             return own.addresses[0] if own and wanted == own.meta.name.lower() else None
@@ -486,7 +510,7 @@ class MeshWorld:
         local = bool(place.host.is_local(server))
         own = next((a for a in place.addresses if (":" in a) == six), "::" if six else "0.0.0.0")
         packet = Packet(proto, server if local else own, server, 0, port, uid=uid, gid=uid)
-        fates = send(packet, place.rules, place.host, why=why)
+        fates = self.walker(place.name).send(packet, why=why)
         if len(fates) != 1:
             doubts = tuple(dict.fromkeys(d for f in fates for d in f.assumed))
             return Question(name, kind, server, fates[0], None, None, None, (), doubts=doubts)
@@ -518,7 +542,7 @@ class MeshWorld:
     def _by_agent(self, place: Place, name: str, kind: str, server: str, fate: Fate, proto: int) -> Question:
         """The agent answers what its table knows, and asks cluster DNS for the rest."""
         port = fate.packet.dport
-        pod = self.mesh.pod(place.name)
+        pod = self._pods.get(place.name)
         assert pod is not None
         if kind in ("A", "AAAA"):
             local = self._kept(f"name {pod.name} {name}", lambda: self._local_name(pod, name))
@@ -528,7 +552,7 @@ class MeshWorld:
         upstream = self.nameserver()
         own = next((a for a in place.addresses if (":" in a) == (":" in upstream)), "0.0.0.0")
         question = Packet(proto, own, upstream, 0, 53, uid=place.proxy_uid, gid=place.proxy_gid)
-        onward = send(question, place.rules, place.host)[0]
+        onward = self.walker(place.name).send(question)[0]
         if onward.end != "left":
             return Question(name, kind, server, fate, port, "agent", "SERVFAIL", ())
         rcode, answers = self.cluster_dns(name, kind)
@@ -541,11 +565,15 @@ class MeshWorld:
         if pod.name not in self._tables:
             domain = f"{pod.meta.namespace}.svc.{self.mesh.domain_suffix}"
             names = ProxyNames(pod.meta.namespace, domain, self.search(pod.name))
-            self._tables[pod.name] = build_table(_generated(self.mesh, pod).name_table, names)
+            self._tables[pod.name] = build_table(self._push.resources(pod).name_table, names)
         found = self._tables[pod.name].lookup(wire_name(name) or b"\0")
         if found is None:
             return None
         return _addresses(found.ipv4), _addresses(found.ipv6)
+
+    @cached_property
+    def _push(self) -> _Push:
+        return _Push(self.mesh)
 
     @cached_property
     def _tables(self) -> dict[str, Any]:
@@ -622,28 +650,57 @@ def pod_rules(mesh: Mesh, pod: Pod, backend: Backend = "auto") -> RuleSet:
     except InitError as error:
         raise InputError(f"init refuses the settings of {pod.name}", str(pod.meta.source), str(error)) from None
     known = None if backend == "auto" else backend
-    found = iptables_save.parse(restore.document(both.ipv4), "ipv4", "init", known, canonical=True)
-    if both.ipv6:
-        found = found.joined(iptables_save.parse(restore.document(both.ipv6), "ipv6", "init", known, canonical=True))
-    return found
+    found = _parsed(restore.document(both.ipv4), "ipv4", known)
+    return found.joined(_parsed(restore.document(both.ipv6), "ipv6", known)) if both.ipv6 else found
 
 
-def _generated(mesh: Mesh, pod: Pod) -> Any:
-    from lab.discovery import snapshot
-    from lab.discovery.node import node_for_pod
+@lru_cache(maxsize=64)
+def _parsed(document: str, family: Family, backend: RuleBackend | None) -> RuleSet:
+    """Most pods of a mesh have the same rules."""
+    return iptables_save.parse(document, family, "init", backend, canonical=True)
 
-    return snapshot.generate(mesh, node_for_pod(mesh, pod))
 
+class _Push:
+    """What discovery has for the proxies of a mesh; what several of them get is made once."""
 
-def pod_envoy(mesh: Mesh, pod: Pod) -> Config:
-    """What a pod's Envoy has: discovery's resources, and the listeners of its bootstrap."""
-    from lab.discovery import snapshot
+    def __init__(self, mesh: Mesh) -> None:
+        from lab.discovery.push_context import PushContext
 
-    found = from_resources(snapshot.to_json(_generated(mesh, pod)))
-    return found._replace(
-        listeners={**found.listeners, **{x["name"]: x for x in bootstrap_listeners(pod)}},
-        clusters={**found.clusters, **{x["name"]: x for x in bootstrap_clusters(pod)}},
-    )
+        self._context = PushContext(mesh)
+        self._resources: dict[str, Resources] = {}
+        self._plain: dict[int, dict[str, Any]] = {}
+
+    def resources(self, pod: Pod) -> Resources:
+        """The resources of a pod's proxy."""
+        from lab.discovery import snapshot
+        from lab.discovery.node import node_for_pod
+
+        if pod.name not in self._resources:
+            node = node_for_pod(self._context.mesh, pod)
+            self._resources[pod.name] = snapshot.generate(self._context, node)
+        return self._resources[pod.name]
+
+    def envoy(self, pod: Pod) -> Config:
+        """What a pod's Envoy has: discovery's resources, and the listeners of its bootstrap."""
+        found = self.resources(pod)
+        listeners = {name: self._json(message) for name, message in found.listeners.items()}
+        clusters = {name: self._json(message) for name, message in found.clusters.items()}
+        return Config(
+            listeners={**listeners, **{x["name"]: x for x in bootstrap_listeners(pod)}},
+            routes={name: self._json(message) for name, message in found.routes.items()},
+            clusters={**clusters, **{x["name"]: x for x in bootstrap_clusters(pod)}},
+            endpoints={name: self._json(message) for name, message in found.endpoints.items()},
+            source="discovery",
+        )
+
+    def _json(self, message: Any) -> dict[str, Any]:
+        """A message as protobuf JSON. Messages are known by identity: the resources keep them alive."""
+        from lab.discovery.snapshot import plain
+
+        found = self._plain.get(id(message))
+        if found is None:
+            found = self._plain[id(message)] = plain(message)
+        return found
 
 
 def bootstrap_listeners(pod: Pod) -> Iterator[dict[str, Any]]:

@@ -56,11 +56,14 @@ def generate(mesh: model.Mesh | PushContext, node: Node) -> Resources:
     )
 
 
+def plain(message: Any) -> dict[str, Any]:
+    """One message as protobuf JSON with snake_case field names."""
+    found: dict[str, Any] = json_format.MessageToDict(message, preserving_proto_field_name=True)
+    return found
+
+
 def to_json(resources: Resources) -> dict[str, Any]:
     """The resources as protobuf JSON with snake_case field names: lists per kind, and ``nds`` as one object."""
-
-    def plain(message: Any) -> Any:
-        return json_format.MessageToDict(message, preserving_proto_field_name=True)
 
     out: dict[str, Any] = {
         kind: [plain(message) for message in getattr(resources, kind).values()]
@@ -70,4 +73,14 @@ def to_json(resources: Resources) -> dict[str, Any]:
     return out
 
 
-__all__ = ["Node", "PushContext", "Resources", "cluster_set", "generate", "listener_set", "node_for_pod", "to_json"]
+__all__ = [
+    "Node",
+    "PushContext",
+    "Resources",
+    "cluster_set",
+    "generate",
+    "listener_set",
+    "node_for_pod",
+    "plain",
+    "to_json",
+]

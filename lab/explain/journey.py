@@ -15,7 +15,7 @@ from lab.explain.flow import ClientTls, Connection, Request
 from lab.explain.packet import Packet, loopback
 from lab.explain.ruleset import Hook, Redirect
 from lab.explain.upstream import Endpoint, UpstreamTls
-from lab.explain.walk import Fate, Pass, receive, send
+from lab.explain.walk import Fate, Pass
 from lab.explain.world import Payload, Place, Result, Served, Speaks, Transit, World, serve
 
 MOST_JOURNEYS = 64
@@ -89,7 +89,7 @@ def _follow(world: World, start: str, packet: Packet, payload: Payload, why: boo
     if depth > DEEPEST:
         yield base._replace(result="loop")
         return
-    for sent in send(packet, place.rules, place.host, why=why):
+    for sent in world.walker(start).send(packet, why=why):
         now = base._replace(sent=sent, chance=base.chance * sent.chance, doubts=sent.assumed)
         if sent.end == "left":
             for transit in world.transit(sent.packet, start):
@@ -150,7 +150,7 @@ def _arrive(world: World, journey: Journey, payload: Payload, why: bool, depth: 
     place = world.place(transit.reached)
     arriving = transit.packet._replace(iif=place.host.uplink, oif="", tracked=False, zone=None, snat_done=False, dnat_done=False,
                        snat=False, dnat=False, original=None, mark=0, ctmark=0, tproxy=None)  # fmt: skip
-    for received in receive(arriving, place.rules, place.host, why=why):
+    for received in world.walker(place.name).receive(arriving, why=why):
         now = journey._replace(
             reached=place.name,
             received=received,

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 from typing import Literal, NamedTuple
 
-from lab.explain.conditions import Doubt
+from lab.explain.conditions import Condition, Doubt
 from lab.explain.packet import WITH_PORTS, Host, Packet, loopback
 from lab.explain.ruleset import (
     ACTIONS,
@@ -121,17 +122,87 @@ def send(packet: Packet, rules: RuleSet, host: Host, *, why: bool = False, every
         why: also remember rules that did not match.
         every: give all courses, also those that end alike.
     """
-    oif = packet.oif or host.route(packet.dst)
-    start = packet._replace(oif=oif, iif="")
-    fates = _Walk(rules, host, why, every).sent(start)
-    return tuple(fates if every else _merged(fates))
+    return Walker(rules, host).send(packet, why=why, every=every)
 
 
 def receive(packet: Packet, rules: RuleSet, host: Host, *, why: bool = False, every: bool = False) -> tuple[Fate, ...]:
     """A packet that arrives by ``packet.iif``: prerouting, then input, or forward and postrouting."""
-    start = packet._replace(oif="", uid=None, gid=None)
-    fates = _Walk(rules, host, why, every).received(start)
-    return tuple(fates if every else _merged(fates))
+    return Walker(rules, host).receive(packet, why=why, every=every)
+
+
+class Walker:
+    """One rule set on one machine, for many packets: what depends on the rules alone is found out once, and so is each walk."""
+
+    def __init__(self, rules: RuleSet, host: Host) -> None:
+        self.rules, self.host = rules, host
+        self._tracks: dict[str, bool] = {}
+        self._stages: dict[tuple[Hook, str], list[_Stage]] = {}
+        self._nat: dict[tuple[Hook, str], list[tuple[Table, Chain, Base]]] = {}
+        self._conditions: dict[int, tuple[Condition, ...]] = {}  # by identity: the rules live as long as this does
+        self._fates: dict[tuple[Packet, bool, bool, bool], tuple[Fate, ...]] = {}
+
+    def send(self, packet: Packet, *, why: bool = False, every: bool = False) -> tuple[Fate, ...]:
+        """See `send`."""
+        return self._walked(packet, True, why, every)
+
+    def receive(self, packet: Packet, *, why: bool = False, every: bool = False) -> tuple[Fate, ...]:
+        """See `receive`."""
+        return self._walked(packet, False, why, every)
+
+    def _walked(self, packet: Packet, out: bool, why: bool, every: bool) -> tuple[Fate, ...]:
+        key = (packet, out, why, every)
+        found = self._fates.get(key)
+        if found is None:
+            walk = _Walk(self, why, every)
+            if out:
+                fates = walk.sent(packet._replace(oif=packet.oif or self.host.route(packet.dst), iif=""))
+            else:
+                fates = walk.received(packet._replace(oif="", uid=None, gid=None))
+            found = self._fates[key] = tuple(fates if every else _merged(fates))
+        return found
+
+    def tracks(self, family: str) -> bool:
+        """Whether the kernel tracks connections of a family here."""
+        if family not in self._tracks:
+            self._tracks[family] = self.rules.tracks(family)
+        return self._tracks[family]
+
+    def stages(self, hook: Hook, family: str) -> list[_Stage]:
+        """What a packet meets at a hook, in order: chains that are no nat chains, tracking, and nat as one."""
+        found = self._stages.get((hook, family))
+        if found is None:
+            found = self._stages[hook, family] = self._ordered(hook, family)
+        return found
+
+    def nat_chains(self, hook: Hook, family: str) -> list[tuple[Table, Chain, Base]]:
+        """The nat chains of a hook, in order."""
+        found = self._nat.get((hook, family))
+        if found is None:
+            bases = self.rules.bases(hook, family)
+            found = self._nat[hook, family] = [entry for entry in bases if entry[2].kind == "nat"]
+        return found
+
+    def conditions(self, rule: Rule) -> tuple[Condition, ...]:
+        """What a rule asks before its first action."""
+        found = self._conditions.get(id(rule))
+        if found is None:
+            found = tuple(takewhile(lambda part: not isinstance(part, ACTIONS), rule.parts))  # type: ignore[arg-type]
+            self._conditions[id(rule)] = found
+        return found
+
+    def _ordered(self, hook: Hook, family: str) -> list[_Stage]:
+        entries: list[tuple[int, int, _Stage]] = [
+            (base.priority, 1, (table, chain, base))
+            for table, chain, base in self.rules.bases(hook, family)
+            if base.kind != "nat"
+        ]
+        tracks = self.tracks(family)
+        if tracks and hook in ("prerouting", "output"):
+            entries.append((CONNTRACK, 0, "conntrack"))
+        if tracks and hook != "forward" and self.rules.has_nat(family):
+            entries.append((NAT_DST if hook in ("prerouting", "output") else NAT_SRC, 0, "nat"))
+        entries.sort(key=lambda entry: entry[:2])
+        return [stage for _, _, stage in entries]
 
 
 def certain(fates: Iterable[Fate]) -> Fate | None:
@@ -170,6 +241,7 @@ def _merged(fates: Iterable[Fate]) -> Iterator[Fate]:
     yield from found.values()
 
 
+_Stage = tuple[Table, Chain, Base] | Literal["conntrack", "nat"]
 _Trail = tuple["_Trail", Step] | None
 
 
@@ -198,15 +270,9 @@ class _Ended(NamedTuple):
 class _Walk:
     """All walks of one packet. Counts steps, so that a rule set cannot keep us for ever."""
 
-    def __init__(self, rules: RuleSet, host: Host, why: bool, every: bool) -> None:
-        self.rules, self.host, self.why, self.every = rules, host, why, every
+    def __init__(self, walker: Walker, why: bool, every: bool) -> None:
+        self.walker, self.host, self.why, self.every = walker, walker.host, why, every
         self.steps = 0
-        self._tracks: dict[str, bool] = {}
-
-    def tracks(self, family: str) -> bool:
-        if family not in self._tracks:
-            self._tracks[family] = self.rules.tracks(family)
-        return self._tracks[family]
 
     def sent(self, packet: Packet) -> Iterator[Fate]:
         for after in self.hook("output", _Course(packet)):
@@ -263,7 +329,7 @@ class _Walk:
         """All courses through one hook that go on; a Fate where the packet ends here."""
         before = course.packet
         courses = [course._replace(trail=None)]
-        for stage in self.stages(hook, before.family):
+        for stage in self.walker.stages(hook, before.family):
             going: list[_Course] = []
             for now in courses:
                 if isinstance(stage, tuple):
@@ -305,20 +371,6 @@ class _Walk:
             return _Ended(end.course, "drop", "a loopback source has no route out of this machine")
         return end._replace(course=_change(end.course, rerouted=interface))
 
-    def stages(self, hook: Hook, family: str) -> list[tuple[Table, Chain, Base] | Literal["conntrack", "nat"]]:
-        entries: list[tuple[int, int, tuple[Table, Chain, Base] | Literal["conntrack", "nat"]]] = [
-            (base.priority, 1, (table, chain, base))
-            for table, chain, base in self.rules.bases(hook, family)
-            if base.kind != "nat"
-        ]
-        tracks = self.tracks(family)
-        if tracks and hook in ("prerouting", "output"):
-            entries.append((CONNTRACK, 0, "conntrack"))
-        if tracks and hook != "forward" and self.rules.has_nat(family):
-            entries.append((NAT_DST if hook in ("prerouting", "output") else NAT_SRC, 0, "nat"))
-        entries.sort(key=lambda entry: entry[:2])
-        return [stage for _, _, stage in entries]
-
     def nat(self, hook: Hook, course: _Course) -> Iterator[_Ended]:
         """The first packet of a connection meets the nat chains of a hook until one of them binds it."""
         packet = course.packet
@@ -327,9 +379,8 @@ class _Walk:
         if done or not packet.tracked or packet.state not in ("NEW", "RELATED"):
             yield _Ended(course, "accept")
             return
-        chains = [entry for entry in self.rules.bases(hook, packet.family) if entry[2].kind == "nat"]
         open_ = [course]
-        for table, chain, base in chains:
+        for table, chain, base in self.walker.nat_chains(hook, packet.family):
             unbound: list[_Course] = []
             for now in open_:
                 for end in self.chain(table, chain, base, now):
@@ -361,6 +412,9 @@ class _Walk:
                     yield self._policy(table, base, chain, now)
                 continue
             rule = here.rules[index]
+            if not self.why and self.passes_by(rule, now.packet):
+                work.append((now, here, index + 1, callers))
+                continue
             for after, control in self._rule(table, base, here, rule, now):
                 if control is None:
                     work.append((after, here, index + 1, callers))
@@ -378,6 +432,11 @@ class _Walk:
                     work.append((after, *callers[-1], callers[:-1]))
                 else:
                     yield self._policy(table, base, chain, after)
+
+    def passes_by(self, rule: Rule, packet: Packet) -> bool:
+        """Whether a condition before the rule's first action surely does not hold."""
+        host = self.host
+        return any(condition.check(packet, host) is False for condition in self.walker.conditions(rule))
 
     def _policy(self, table: Table, base: Base, chain: Chain, course: _Course) -> _Ended:
         step = Step(table, chain.name, base, None, True, base.policy)

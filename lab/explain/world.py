@@ -9,7 +9,7 @@ from lab.explain.flow import ClientTls, Request, Speech
 from lab.explain.packet import NOTHING, Host, Packet
 from lab.explain.ruleset import RuleSet
 from lab.explain.upstream import Resolve
-from lab.explain.walk import Fate
+from lab.explain.walk import Fate, Walker
 from lab.explain.xds import Config
 
 Speaks = Literal["http", "https", "tls", "tcp", "grpc", "auto", "udp", "dns", "status", "admin", "unknown"]
@@ -60,6 +60,10 @@ class World(Protocol):
     def busy(self) -> bool: ...
 
     def place(self, name: str) -> Place: ...
+
+    def walker(self, name: str) -> Walker:
+        """The rules of a place, to send packets through."""
+        ...
 
     def envoy(self, name: str) -> Config | None:
         """The configuration of a place's proxy; None without one, or if it is not known."""
