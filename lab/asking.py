@@ -92,7 +92,7 @@ def of_mesh(
 
     if not question.source:
         raise InputError("where does the flow begin?", next_step="Give --from POD.NAMESPACE")
-    test = _test(mesh, question)
+    test = as_test(mesh, question)
     world = explaining.MeshWorld(
         mesh,
         backend,
@@ -119,7 +119,8 @@ def of_files(files: Sequence[str], question: Question, backend: Backend = "auto"
     return found
 
 
-def _test(mesh: Mesh, question: Question) -> TrafficTest:
+def as_test(mesh: Mesh, question: Question, name: str = "explain", timeout: float = 5.0) -> TrafficTest:
+    """The flow that was typed, as a test that expects nothing. Raises InputError."""
     from lab.manifests.model import FlowFrom, Meta, TrafficTest
 
     host, port = question.target()
@@ -135,7 +136,7 @@ def _test(mesh: Mesh, question: Question) -> TrafficTest:
         spoof=question.from_ip,
     )
     to = _to(question, host, port)
-    return TrafficTest(Meta("explain"), where, to, {})
+    return TrafficTest(Meta(name), where, to, {}, timeout)
 
 
 def _to(question: Question, host: str, port: int) -> FlowTo:
@@ -183,24 +184,43 @@ def _address(text: str, option: str) -> str:
         raise InputError(f"{option} {text}", why="it is no IP address") from None
 
 
-def of_lab(name: str, question: Question, *, why: bool = False) -> Explained:
-    """The prediction for a running lab: with the rules and the configuration that the pods at both ends have now.
+class Live(NamedTuple):
+    """A running lab as it is now: its manifests, its back end, and by pod its rules and its proxy's configuration."""
+
+    mesh: Mesh
+    backend: Backend
+    rules: Mapping[str, RuleSet]
+    configs: Mapping[str, Config]
+
+
+def live(name: str) -> Live:
+    """What the meshed pods of a running lab have.
 
     Raises:
-        InputError: no such pod. ObservationError: a pod's rules cannot be listed.
+        InputError: no such lab. ObservationError: a pod's rules cannot be listed. LabError: an Envoy does not answer.
     """
     from lab import lifecycle, proxyconfig
     from lab.explain.xds import from_resources
 
     mesh = lifecycle.stored_mesh(name)
-    backend = str(lifecycle.inspect(name).get("iptables") or "auto")
+    backend: Backend = lifecycle.inspect(name).get("iptables") or "auto"
     rules: dict[str, RuleSet] = {}
     configs: dict[str, Config] = {}
     for pod in mesh.pods:
         if pod.injected:
             rules[pod.name] = live_rules(name, pod.name, backend)
             configs[pod.name] = from_resources(proxyconfig.from_proxy(name, pod.name, "all"), "proxy")
-    return of_mesh(mesh, question, backend, rules=rules, configs=configs, why=why)  # type: ignore[arg-type]
+    return Live(mesh, backend, rules, configs)
+
+
+def of_lab(name: str, question: Question, *, why: bool = False) -> Explained:
+    """The prediction for a running lab: with the rules and the configuration that its pods have now.
+
+    Raises:
+        InputError: no such pod. ObservationError: a pod's rules cannot be listed.
+    """
+    now = live(name)
+    return of_mesh(now.mesh, question, now.backend, rules=now.rules, configs=now.configs, why=why)
 
 
 def live_rules(lab: str, place: str, backend: str) -> RuleSet:

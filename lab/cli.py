@@ -10,6 +10,7 @@ import functools
 import importlib
 import json
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -21,10 +22,12 @@ import click
 from lab.errors import InputError, LabError, ObservationError
 
 if TYPE_CHECKING:
+    from lab.explaining import Backend
     from lab.manifests.model import Mesh
     from lab.proofs import Proof
 
 BACKENDS = ("auto", "legacy", "nft", "native-nft")
+PROTOCOLS = ("http", "grpc", "tcp", "tls", "udp", "dns", "dns-tcp", "icmp")
 KINDS = ("bootstrap", "listeners", "routes", "clusters", "endpoints", "secrets", "nds", "all")
 
 
@@ -350,16 +353,21 @@ def exec_(pod: str, user: str, lab_name: str | None, command: tuple[str, ...]) -
     _need_root("lab exec")
     if not command:
         raise InputError("no command given", next_step="Write `lab exec POD -- CMD...`")
+    uid = _uid(user)
+    name = _running(lab_name, pod)
+    from lab import lifecycle
+
+    return lifecycle.exec_in_pod(name, pod, list(command), uid)
+
+
+def _uid(user: str) -> int:
+    """The user that ``--as`` names."""
     uids = {"app": 1000, "proxy": 1337, "root": 0}
     if user not in uids and not (user.isascii() and user.isdigit() and int(user) <= 4294967294):
         raise InputError(
             f"unknown user {user!r} for --as", next_step="Use app, proxy, root or a uid from 0 to 4294967294"
         )
-    uid = uids[user] if user in uids else int(user)
-    name = _running(lab_name, pod)
-    from lab import lifecycle
-
-    return lifecycle.exec_in_pod(name, pod, list(command), uid)
+    return uids[user] if user in uids else int(user)
 
 
 # --- verdicts -------------------------------------------------------------------------------
@@ -418,7 +426,7 @@ def verify(
 @click.option("--to", required=True, metavar="HOST[:PORT]")
 @click.option(
     "--protocol",
-    type=click.Choice(["http", "grpc", "tcp", "tls", "udp", "dns", "dns-tcp", "icmp"]),
+    type=click.Choice(PROTOCOLS),
     default="http",
     show_default=True,
 )
@@ -504,6 +512,77 @@ def explain(
         for line in found.lines(why=why):
             click.echo(line)
     return 0
+
+
+@cli.command()
+@click.argument("name", required=False)
+@click.option("--from", "source", required=True, metavar="POD", help="POD.NAMESPACE, or an ExternalHost.")
+@click.option(
+    "--to", required=True, metavar="HOST[:PORT]", help="A name as the pod would look it up, an address, or a pod."
+)
+@click.option("--protocol", type=click.Choice(PROTOCOLS), default="http", show_default=True)
+@click.option("--as", "user", default="app", show_default=True, help="Who sends: app, proxy, root or a numeric uid.")
+@click.option("--path", default="/", show_default=True)
+@click.option("--method", default="GET", show_default=True)
+@click.option("--header", "headers", multiple=True, metavar="NAME:VALUE")
+@click.option("--authority", default="", help="Host header instead of HOST.")
+@click.option("--sni", default="", help="TLS server name instead of HOST.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=5.0,
+    show_default=True,
+    help="Seconds for all of it.",
+)
+@click.option("--lab", "lab_name", help="Which lab, if several are up (NAME means the same).")
+@click.option("--json", "as_json", is_flag=True)
+def trace(
+    name: str | None,
+    source: str,
+    to: str,
+    protocol: str,
+    user: str,
+    path: str,
+    method: str,
+    headers: tuple[str, ...],
+    authority: str,
+    sni: str,
+    timeout: float,
+    lab_name: str | None,
+    as_json: bool,
+) -> int:
+    """Send one real flow in a running lab and show every hop of it, each with its evidence.
+
+    The first line is the verdict in one sentence. Then come the nine steps of a sidecar request: lookup, VIP, iptables,
+    virtualOutbound, original destination, route, cluster, endpoint, far pod; a step that did not happen says why. In brackets
+    stands who said so: the kernel's trace or conntrack, Envoy's log or configuration, the app, the wire.
+
+    Exit code 0 whatever became of the flow; 3 if something of it could not be observed here.
+    """
+    _need_root("lab trace")
+    if name and lab_name and name != lab_name:
+        raise InputError(f"two labs: {name} and {lab_name}", next_step="Give one of them")
+    from lab import asking, tracing
+
+    question = asking.Question(
+        to=to,
+        source=source,
+        protocol=protocol,  # type: ignore[arg-type]
+        uid=_uid(user),
+        path=path,
+        method=method,
+        headers=_headers(headers),
+        authority=authority,
+        sni=sni,
+    )
+    chosen = _running(name or lab_name, source)
+    traced = tracing.trace(chosen, question, timeout=timeout, log=lambda line: click.echo(line, err=True))
+    if as_json:
+        _print_json(traced.to_json())
+    else:
+        for line in traced.lines():
+            click.echo(line)
+    return traced.exit_code
 
 
 def _headers(given: Sequence[str]) -> dict[str, str]:
@@ -598,6 +677,40 @@ def graph(what: tuple[str, ...], output: str) -> int:
     mesh = _mesh_of(what)
     click.echo(drawing.render(mesh, output))
     return 0
+
+
+@cli.command()
+@click.argument("what", nargs=-1, required=True, metavar="NAME|FILE...")
+@click.option("--from", "sources", multiple=True, metavar="POD", help="Only from here: POD.NAMESPACE, or an ExternalHost.")
+@click.option("--to", "targets", multiple=True, metavar="X", help="Only to what is called so: NAME, HOST or GLOB[:PORT].")
+@click.option("--iptables", "backend", type=click.Choice(BACKENDS), default="auto", show_default=True, help="With files.")
+@click.option("--json", "as_json", is_flag=True)
+def matrix(
+    what: tuple[str, ...], sources: tuple[str, ...], targets: tuple[str, ...], backend: Backend, as_json: bool
+) -> int:
+    """Predict who reaches whom and how: every pod to every service, pod and host outside.
+
+    From manifests alone, or with the rules and proxies of a running lab as they are now; nothing is sent.
+    """
+    from lab.matrix import matrix as predicting
+    from lab.matrix import sides
+
+    side = sides.read(what, backend)
+    found = predicting.matrix(side.world, sources, targets, live=side.live)
+    side.save()
+    if as_json:
+        _print_json(found.to_json())
+    else:
+        from lab.matrix import table
+
+        for line in table.lines(found, _width()):
+            click.echo(line)
+    return 0
+
+
+def _width() -> int:
+    """Columns of the terminal; into a pipe lines may be long."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 200
 
 
 def _mesh_of(what: Sequence[str]) -> Mesh:

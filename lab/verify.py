@@ -89,7 +89,7 @@ def verify(
 
     if proof == "predicted":
         return _predicted(what, only, backend)
-    with _lab(what, only, backend, log, runtime) as (lab, mesh), _alone(lab.name, log):
+    with _lab(what, only, backend, log, runtime) as (lab, mesh), alone(lab.name, log):
         tests = runner.select(mesh.tests, only)
         verdicts = runner.run_tests(lab.name, mesh, tests)
         if proof == "observed":
@@ -120,13 +120,13 @@ def _predicted(what: Sequence[str], only: str | None, backend: str) -> Outcome:
 
 
 @contextmanager
-def _alone(name: str, log: Callable[[str], None]) -> Iterator[None]:
+def alone(name: str, log: Callable[[str], None]) -> Iterator[None]:
     """One run of tests a lab at a time: what another run sends would be taken for this one's on the wire."""
     with open(paths.run_dir(name) / "verify.lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log(f"another lab verify of {name} is running; this one waits for it")
+            log(f"another run of flows in {name} is under way; this one waits for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

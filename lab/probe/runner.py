@@ -128,7 +128,7 @@ async def judge(ground: Ground, test: TrafficTest) -> Verdict:
     except ObservationError as e:
         return _unseen(test, str(e), time.monotonic() - began)
     facts = dataclasses.replace(facts, seconds=time.monotonic() - began)
-    return compared(join.verdict(facts), _missing(facts))
+    return compared(join.verdict(facts), missing_evidence(facts))
 
 
 def compared(verdict: Verdict, missing: dict[str, str] | None = None) -> Verdict:
@@ -194,7 +194,8 @@ async def _gather(ground: Ground, test: TrafficTest, source: Where, flight: Flig
     wire = await _wire(ground, flight, since, *own, tried, lookup=same)
     if not wire and not fenced:
         wire = None  # that nothing was seen proves nothing then
-    if not wire and captured and line is None and not same and _held(test, sent.result):
+    held = captured and line is None and not same and sent.result == "timeout"
+    if not wire and held and (not test.to.silent or await _strays(ground, flight, since)):
         wire = None  # whose Envoy's connections were cannot be told before it writes its line
     return Facts(
         test=test,
@@ -328,18 +329,28 @@ async def _wire(
     return [s for seen in found for s in seen] + begun
 
 
-def _held(test: TrafficTest, result: str) -> bool:
-    """Whether an Envoy that took the flow may have it still; a client that sends nothing lets it decide nothing."""
-    return result == "timeout" and not test.to.silent
+async def _strays(ground: Ground, flight: Flight, since: float) -> bool:
+    """Whether any connection left the source's link that nobody has claimed.
+
+    For a client that sent nothing Envoy can only have opened a new one: to an endpoint that its line would name, and that
+    line is written when the connection ends, which a server that hears of no end may never do.
+    """
+    fabric = ground.mesh.fabric
+    (seen,) = await ground.crew.find(flight.place, [{"outgoing": False, "since": since, "proto": "tcp"}])
+    own = {*flight.flows, *await ground.flights.of_others(flight)}
+    begun = [s.flow for s in seen if s.first >= since and "S" in s.flags and s.flow not in own]
+    return any(
+        flow.dst not in (fabric.discovery, fabric.dns) and not ground.explained(flight.place, flow) for flow in begun
+    )
 
 
-def _missing(facts: Facts) -> dict[str, str]:
+def missing_evidence(facts: Facts) -> dict[str, str]:
     """Kinds of evidence that could not be had where this flow passed."""
     missing: dict[str, str] = {}
     if facts.wire is None:
         missing["wire"] = (
             f"the Envoy of {facts.place} still holds the connection and has written nothing of it"
-            if facts.line is None and _held(facts.test, facts.sent.result)
+            if facts.line is None and facts.sent.result == "timeout"
             else f"the fence after the flow was not seen on the link of {facts.place}"
         )
     for sighting in (facts.outbound, facts.dns, facts.far.sighting if facts.far else None):
@@ -393,11 +404,17 @@ def select(tests: Sequence[TrafficTest], only: str | None) -> list[TrafficTest]:
     Raises:
         InputError: none does.
     """
+    import difflib
     from fnmatch import fnmatchcase
 
     chosen = [t for t in tests if only is None or fnmatchcase(t.meta.name, only)]
-    if not chosen:
-        names = ", ".join(t.meta.name for t in tests[:8])
-        why = f"no test is called so: {names}" if tests else "the topology has no TrafficTest"
-        raise InputError("nothing to run", only or "", why)
-    return chosen
+    if chosen:
+        return chosen
+    if not tests:
+        raise InputError("nothing to run", why="the manifests have no TrafficTest", next_step="Write one.")
+    names = [t.meta.name for t in tests]
+    word = (only or "").strip("*?")
+    near = [n for n in names if word and word in n] or difflib.get_close_matches(word, names, 3)
+    some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    hint = f"Did you mean {' or '.join(near[:3])}?" if near else f"There are {some}."
+    raise InputError("nothing to run", why=f'no test has a name that matches "{only}"', next_step=hint)

@@ -44,6 +44,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "lab.verify": PACKAGES,
     "lab.explaining": PACKAGES,
     "lab.dumpworld": PACKAGES,
+    "lab.tracing": PACKAGES,
     "lab.whatif": PACKAGES,
     "lab.asking": PACKAGES,
     "lab.proofs": PACKAGES,
