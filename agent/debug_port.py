@@ -1,14 +1,18 @@
 """The debug port 15004: what discovery knows about this proxy, asked on the proxy's own stream.
 
-Agents had it until January 2025: ``/debug/<p>?resourceName=r`` becomes a request of type ``istio.io/debug/<p>``.
+Agents had it until January 2025: ``/debug/<p>?resourceName=r`` becomes a request of type ``istio.io/debug/<p>``, and
+``/debug?resourceName=r`` one of type ``istio.io/debug``.
 Source: istio/istio 1.14: pkg/istio-agent/xds_proxy.go (makeTapHandler, initDebugInterface).
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import importlib
 import json
 import logging
+import pkgutil
 import socket
 from typing import Any
 from urllib.parse import parse_qs
@@ -48,39 +52,85 @@ class DebugPort:
         await self._server.stop()
 
     async def _handle(self, request: Request) -> Response:
-        if not request.path.startswith("/debug/") or len(request.path) == len("/debug/"):
+        path = request.path
+        if path != "/debug" and (not path.startswith("/debug/") or path == "/debug/"):
             return text_response(404, "404 page not found\n")
-        kind = request.path.removeprefix("/debug/")
+        type_url = DEBUG_PREFIX + path.removeprefix("/debug")
         names = parse_qs(request.query).get("resourceName", [])[:1]
         async with self._lock:
             try:
-                answer = await self._xds.debug(f"{DEBUG_PREFIX}/{kind}", names, TIMEOUT_SECONDS)
+                answer = await self._xds.debug(type_url, names, TIMEOUT_SECONDS)
             except ConnectionError as error:
                 return text_response(503, f"{error}\n")
             except TimeoutError:
-                return text_response(504, f"timed out waiting for discovery to answer {kind}\n")
-        body = json.dumps(readable(answer), indent=2)
-        return Response(200, body.encode(), (("Content-Type", "application/json"),))
+                return text_response(504, f"timed out waiting for discovery to answer {type_url}\n")
+        # Loading the messages of a config dump takes a while, and DNS is not to wait for that.
+        shown = await asyncio.to_thread(readable, answer)
+        return Response(200, json.dumps(shown, indent=2).encode(), (("Content-Type", "application/json"),))
 
 
 def readable(response: Any) -> dict[str, Any]:
-    """A discovery response as JSON; a resource that is no known protobuf message is shown as its text."""
-    resources = []
-    for item in response.resources:
-        resource = getattr(item, "resource", item)
-        resources.append({"@type": resource.type_url, "value": _value(resource)})
-    return {"typeUrl": response.type_url, "resources": resources}
+    """A discovery response as JSON, in the form of a state-of-the-world one.
+
+    A resource that is no known protobuf message is shown under ``value``: as JSON or text if it is that, else in base64.
+    """
+    resources = [_shown(getattr(item, "resource", item)) for item in response.resources]
+    version = response.system_version_info if hasattr(response, "system_version_info") else response.version_info
+    return {
+        "versionInfo": version,
+        "typeUrl": response.type_url,
+        "nonce": response.nonce,
+        "resources": resources,
+    }
 
 
-def _value(resource: Any) -> Any:
+def _shown(resource: Any) -> dict[str, Any]:
     from google.protobuf import json_format
+    from google.protobuf.message import DecodeError
 
+    types: Any = _Types()  # all that json_format asks of a pool
     try:
-        return json_format.MessageToDict(resource, preserving_proto_field_name=True)
-    except (TypeError, ValueError, json_format.Error):
-        pass
-    text = resource.value.decode("utf-8", "replace")
+        found: dict[str, Any] = json_format.MessageToDict(resource, descriptor_pool=types)
+    except (TypeError, ValueError, json_format.Error, DecodeError):
+        return {"@type": resource.type_url, "value": _text(resource.value)}
+    return found
+
+
+def _text(data: bytes) -> Any:
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        return base64.b64encode(data).decode()
     try:
         return json.loads(text)
     except ValueError:
         return text
+
+
+class _Types:
+    """Finds message types by name, and loads the modules of Envoy's API that they are in when one is first met."""
+
+    def FindMessageTypeByName(self, name: str) -> Any:
+        """Raises KeyError for a name that nothing has."""
+        from google.protobuf import descriptor_pool
+
+        pool = descriptor_pool.Default()
+        try:
+            return pool.FindMessageTypeByName(name)
+        except KeyError:
+            _load_package(name.rpartition(".")[0])
+        return pool.FindMessageTypeByName(name)
+
+
+def _load_package(name: str) -> None:
+    """Imports the message modules of ``envoy.config.cluster.v3`` and the like; others are left alone."""
+    parts = name.split(".")
+    if parts[0] not in ("envoy", "udpa", "xds") or not all(part.isidentifier() for part in parts):
+        return
+    try:
+        package = importlib.import_module(name)
+    except ImportError:
+        return
+    for module in pkgutil.iter_modules(package.__path__):
+        if module.name.endswith("_pb2"):
+            importlib.import_module(f"{name}.{module.name}")

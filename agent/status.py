@@ -22,6 +22,7 @@ from agent.readiness import NotReady, Readiness
 if TYPE_CHECKING:
     from agent.app_probe import AppProber
     from agent.dns.server import DNSServer
+    from agent.protos import nds_pb2
     from agent.scrape import Scraper
 
 log = logging.getLogger("default")
@@ -158,13 +159,21 @@ class StatusServer:
         headers = (("Content-Type", "application/json"),)
         if self._dns is None or table is None:
             return Response(404, b"{}", headers)
-        shown: dict[str, dict[str, object]] = {}
+        # Names that were made from an entry have no registry of their own (istio/istio: pkg/istio-agent/agent.go).
+        shown: dict[str, dict[str, object]] = {host: _entry(info) for host, info in table.table.items()}
         for _, names, ipv4, ipv6 in entries(table.table, self._dns.names):
             ips = [str(ipaddress.ip_address(packed)) for packed in (*ipv4, *ipv6)]
             for name in names:
-                shown[name] = {"ips": ips, "registry": KUBERNETES}
+                shown.setdefault(name, {"ips": ips, "registry": KUBERNETES})
         body = json.dumps({"table": dict(sorted(shown.items()))}, separators=(",", ":"))
         return Response(200, body.encode(), headers)
+
+
+def _entry(info: nds_pb2.NameTable.NameInfo) -> dict[str, object]:
+    """An entry of the name table as discovery sent it; what is unset is left out."""
+    shown: dict[str, object] = {"ips": list(info.ips), "registry": info.registry}
+    shown |= {"shortname": info.shortname, "namespace": info.namespace, "altHosts": list(info.alt_hosts)}
+    return {key: value for key, value in shown.items() if value}
 
 
 _FORBIDDEN = text_response(403, "Only requests from localhost are allowed\n")

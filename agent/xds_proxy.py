@@ -137,6 +137,7 @@ class _Stream:
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     initial_sent: bool = False
     debug: asyncio.Future[Any] | None = None
+    debug_type: str = ""
 
 
 class StreamEnded(Exception):
@@ -219,7 +220,7 @@ class XdsProxy:
             The response message.
 
         Raises:
-            ConnectionError: no stream, or another question is in progress.
+            ConnectionError: no stream, another question is in progress, or discovery refused it by ending the stream.
             TimeoutError: no answer within `timeout` seconds.
         """
         stream = self._current
@@ -232,7 +233,7 @@ class XdsProxy:
             request.resource_names_subscribe.extend(resource_names)
         else:
             request.resource_names.extend(resource_names)
-        stream.debug = asyncio.get_running_loop().create_future()
+        stream.debug, stream.debug_type = asyncio.get_running_loop().create_future(), type_url
         try:
             stream.requests.put_nowait(request.SerializeToString())
             return await asyncio.wait_for(stream.debug, timeout)
@@ -246,11 +247,15 @@ class XdsProxy:
             log.warning("registered overlapping stream; closing previous")
             self._current.closed.set()
         self._current = stream
+        reason = "the stream to discovery ended"
         try:
             await self._pair(stream, requests, context)
         except StreamEnded as ended:
+            reason += f": {ended.code.name}: {ended.details}"
             await context.abort(ended.code, ended.details)
         finally:
+            if stream.debug is not None and not stream.debug.done():
+                stream.debug.set_exception(ConnectionError(reason))
             stream.closed.set()
             if self._current is stream:
                 self._current = None
@@ -377,7 +382,7 @@ class XdsProxy:
             self._metrics.pilot_xds_send_time.observe(elapsed)
             if elapsed > SLOW_SEND_SECONDS:
                 log.warning("sending %s to Envoy took %.1fs", short_type(type_url), elapsed)
-        elif type_url.startswith(DEBUG_PREFIX) and stream.debug is not None:
+        elif stream.debug is not None and type_url == stream.debug_type:
             if not stream.debug.done():
                 stream.debug.set_result(response)
         else:

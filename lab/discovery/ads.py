@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -23,7 +24,7 @@ from lab.discovery.metrics import Metrics
 from lab.discovery.node import Node
 from lab.discovery.proxy import proxy_for
 from lab.discovery.push_context import PushContext
-from lab.discovery.resources import View, short
+from lab.discovery.resources import DEBUG, View, delta_response, short, sotw_response
 from lab.manifests import model
 
 log = logging.getLogger("ads")
@@ -165,9 +166,9 @@ class DiscoveryServer:
                     await self._handle(connection, request)
                 except xds.ProtocolError as e:
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(e))
-                except Forbidden as e:
+                except (Forbidden, Unauthenticated) as e:
                     log.warning("refused peer=%s: %s", connection.peer, e)
-                    await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"authorization failed: {e}")
+                    await context.abort(e.code, str(e))
         except grpc.aio.InternalError:
             pass  # the peer went away while something was written to it
         finally:
@@ -200,14 +201,39 @@ class DiscoveryServer:
                     short(request.type_url),
                     request.error_detail.message,
                 )
+            if request.type_url.startswith(DEBUG):
+                await self._debug(connection, request)
+                return
             for response in stream.request(request):
                 self.metrics.count("pilot_xds_pushes", type=short(response.type_url).lower())
-                await connection.write(response.body)
+                await self._write(connection, response)
             if connection.behind_since and all(w.settled for w in stream.watches.values()):
                 now = time.monotonic()
                 self.metrics.observe("pilot_proxy_convergence_time", now - connection.behind_since)
                 connection.behind_since = 0.0
         await self._notify()
+
+    async def _debug(self, connection: Connection, request: Any) -> None:
+        """Answers a debug question; it starts no watch, and an acknowledgement of the answer is not another question."""
+        from lab.discovery import debug_stream  # most meshes are never asked
+
+        if request.response_nonce:
+            return
+        delta = connection.stream.flavour == "delta"
+        names = list(request.resource_names_subscribe if delta else request.resource_names)
+        resources = debug_stream.answer(self, connection, request.type_url, names)
+        nonce = f"{self.version}{uuid.uuid4()}"
+        if delta:
+            body = delta_response(request.type_url, self.version, nonce, resources, ())
+        else:
+            body = sotw_response(request.type_url, self.version, nonce, resources)
+        await connection.write(body)
+
+    async def _write(self, connection: Connection, response: xds.Response) -> None:
+        await connection.write(response.body)
+        watch = connection.stream.watches.get(response.type_url)
+        if watch is not None:
+            watch.sent_at = time.time()
 
     def _count_nack(self, node: Node, request: Any) -> None:
         kind = short(request.type_url).lower()
@@ -305,7 +331,7 @@ class DiscoveryServer:
             self.metrics.count("pilot_xds_pushes", type=kind.lower())
             sent[kind] = sent.get(kind, 0) + response.resources
             with contextlib.suppress(grpc.RpcError, grpc.aio.InternalError, asyncio.InvalidStateError):
-                await connection.write(response.body)
+                await self._write(connection, response)
         self.last_push["seconds"] = time.monotonic() - self._push_started
         self.metrics.observe("pilot_xds_push_time", self.last_push["seconds"])
 

@@ -8,17 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import grpc
+
 from lab.discovery.ca import parse_spiffe_id, spiffe_id
 from lab.discovery.node import Node
 from lab.discovery.tokens import TokenError, TokenIssuer
 
 
 class Unauthenticated(ValueError):
-    """Nobody vouches for the peer (gRPC Unauthenticated)."""
+    """Nobody vouches for the peer."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
 
 
 class Forbidden(ValueError):
-    """The peer is somebody else than its node says (gRPC PermissionDenied)."""
+    """The peer is somebody else than its node says, or may not see what it asks for."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
 
 
 class Authenticator:
@@ -65,4 +71,4 @@ def authorize(node: Node, identities: Sequence[str]) -> None:
         parsed = parse_spiffe_id(identity)
         if parsed is not None and parsed[1] == node.namespace and account in ("", parsed[2]):
             return
-    raise Forbidden(f"no identities ({', '.join(identities)}) matched {node.namespace}/{account}")
+    raise Forbidden(f"authorization failed: no identities ({', '.join(identities)}) matched {node.namespace}/{account}")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
 
-from lab.discovery import snapshot
-from lab.discovery.ads import Connection, DiscoveryServer
+from google.protobuf import json_format
+
 from lab.discovery.registry import Endpoint, Service
 from lab.discovery.resources import CDS, ECDS, EDS, LDS, RDS
+
+if TYPE_CHECKING:
+    from lab.discovery.ads import Connection, DiscoveryServer
 
 _ISTIO_NAMES = {
     CDS: "cluster",
@@ -33,12 +38,16 @@ def plain(value: Any) -> Any:
     return value
 
 
-def syncz(server: DiscoveryServer) -> list[dict[str, Any]]:
-    """Per proxy the nonces sent and acknowledged, and the text of what it refused."""
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def syncz(server: DiscoveryServer, namespace: str = "") -> list[dict[str, Any]]:
+    """Per proxy (of one namespace, or all) the nonces sent and acknowledged, and the text of what it refused."""
     out = []
     for connection in server.connections:
         node = connection.node
-        if node is None:
+        if node is None or namespace not in ("", node.namespace):
             continue
         entry: dict[str, Any] = {
             "cluster_id": node.cluster_id,
@@ -51,7 +60,7 @@ def syncz(server: DiscoveryServer) -> list[dict[str, Any]]:
             name = _ISTIO_NAMES.get(watch.type_url)
             if name:
                 entry[f"{name}_sent"], entry[f"{name}_acked"] = watch.nonce_sent, watch.nonce_acked
-            resource = {"sent": watch.nonce_sent, "acked": watch.nonce_acked}
+            resource = {"sent": watch.nonce_sent, "acked": watch.nonce_acked, "sentTime": _time(watch.sent_at)}
             if watch.error:
                 resource["lastError"] = watch.error
             entry["resources"][watch.type_url] = resource
@@ -123,21 +132,29 @@ def configz(server: DiscoveryServer) -> list[dict[str, Any]]:
     return out
 
 
-def _connection(server: DiscoveryServer, proxy_id: str) -> Connection:
+def connection_of(server: DiscoveryServer, proxy_id: str, namespace: str = "") -> Connection:
+    """The stream of a proxy (POD.NAMESPACE, or a node id), of one namespace only if that is given. Raises LookupError."""
     for connection in server.connections:
-        if connection.node is not None and proxy_id in (connection.node.name, connection.node.id):
+        node = connection.node
+        if node is not None and proxy_id in (node.name, node.id) and namespace in ("", node.namespace):
             return connection
     raise LookupError(f"Proxy not connected to this Pilot instance: {proxy_id!r}. Give ?proxyID=POD.NAMESPACE")
 
 
-def _resources(server: DiscoveryServer, proxy_id: str) -> dict[str, Any]:
-    node = _connection(server, proxy_id).node
-    assert node is not None
-    return snapshot.to_json(snapshot.generate(server.push_context, node))
+def _dump(connection: Connection, query: Mapping[str, str]) -> dict[str, Any]:
+    """The config dump that a query asks for: of some ``types``, or whole, with endpoints if it has ``include_eds``."""
+    from lab.discovery import config_dump
+
+    types = [t for t in query.get("types", "").split(",") if t]
+    if types:
+        message = config_dump.of_types(connection, types)
+    else:
+        message = config_dump.whole(connection, include_eds="include_eds" in query)
+    return json_format.MessageToDict(message)
 
 
-def sidecarz(server: DiscoveryServer, proxy_id: str) -> dict[str, Any]:
-    node = _connection(server, proxy_id).node
+def _sidecarz(server: DiscoveryServer, connection: Connection) -> dict[str, Any]:
+    node = connection.node
     assert node is not None
     scope = server.push_context.scope_for(node)
     return {
@@ -165,25 +182,40 @@ def adsz(server: DiscoveryServer) -> dict[str, Any]:
     return {"totalClients": len(clients), "clients": clients}
 
 
-def answer(server: DiscoveryServer, name: str, proxy_id: str) -> Any:
-    """The data of ``/debug/NAME``. Raises LookupError for an unknown page or proxy."""
-    pages: dict[str, Any] = {
-        "syncz": lambda: syncz(server),
+_TYPED = {"edsz": "eds", "ecdsz": "ecds", "ndsz": "nds", "clusterz": "cds"}
+"""Pages that are the config dump of one type."""
+
+
+def answer(server: DiscoveryServer, name: str, query: Mapping[str, str], namespace: str = "") -> Any:
+    """The data of ``/debug/NAME?QUERY``, about proxies of one namespace only if that is given.
+
+    Raises:
+        ValueError: the page is about one proxy, and none is given.
+        LookupError: there is no such page or proxy.
+    """
+    pages: dict[str, Callable[[], Any]] = {
+        "syncz": lambda: syncz(server, query.get("namespace", "")),
         "registryz": lambda: [_service(s) for s in server.push_context.registry.services],
         "endpointz": lambda: endpointz(server),
+        "endpointShardz": lambda: endpointz(server),
         "configz": lambda: configz(server),
         "adsz": lambda: adsz(server),
         "connections": lambda: adsz(server),
         "mesh": lambda: plain(server.push_context.mesh_config),
         "push_status": lambda: {"ProxyStatus": server.push_context.status, "last": server.last_push},
-        "sidecarz": lambda: sidecarz(server, proxy_id),
-        "config_dump": lambda: _resources(server, proxy_id),
-        "edsz": lambda: _resources(server, proxy_id)["endpoints"],
-        "clusterz": lambda: _resources(server, proxy_id)["clusters"],
-        "ndsz": lambda: _resources(server, proxy_id)["nds"],
+    }
+    of_one: dict[str, Callable[[Connection], Any]] = {
+        "sidecarz": lambda connection: _sidecarz(server, connection),
+        "config_dump": lambda connection: _dump(connection, query),
+        **{page: functools.partial(_dump, query={"types": types}) for page, types in _TYPED.items()},
     }
     if name == "list":
-        return [f"/debug/{page}" for page in sorted(pages)]
-    if name not in pages:
+        return [f"/debug/{page}" for page in sorted((*pages, *of_one))]
+    if name in pages:
+        return pages[name]()
+    if name not in of_one:
         raise LookupError(f"no such page: /debug/{name}. See /debug/list")
-    return pages[name]()
+    proxy_id = query.get("proxyID", "")
+    if not proxy_id:
+        raise ValueError("You must provide a proxyID in the query string")
+    return of_one[name](connection_of(server, proxy_id, namespace))

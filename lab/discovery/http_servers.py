@@ -60,7 +60,9 @@ class HttpServers:
     async def _debug(self, request: web.Request) -> web.Response:
         name = request.match_info.get("name", "list")
         try:
-            answer: Any = debug.answer(self._server, name, request.query.get("proxyID", ""))
+            answer: Any = debug.answer(self._server, name, request.query)
         except LookupError as e:
             return web.Response(status=404, text=f"{e}\n")
+        except ValueError as e:
+            return web.Response(status=400, text=f"{e}\n")
         return web.json_response(answer)

@@ -26,6 +26,7 @@ ECDS = PREFIX + "envoy.config.core.v3.TypedExtensionConfig"
 NDS = PREFIX + "istio.networking.nds.v1.NameTable"
 PCDS = PREFIX + "istio.mesh.v1alpha1.ProxyConfig"
 HEALTH = PREFIX + "istio.v1.HealthInformation"
+DEBUG = "istio.io/debug"
 
 PUSH_ORDER = (CDS, EDS, LDS, RDS, SDS, ECDS, NDS, PCDS)
 WILDCARD = frozenset((CDS, LDS, NDS, PCDS))
@@ -48,7 +49,11 @@ class Encoded:
 
 
 def encode(name: str, message: Any) -> Encoded:
-    packed = protoconv.to_any(message)
+    return encode_packed(name, protoconv.to_any(message), message)
+
+
+def encode_packed(name: str, packed: Any, message: Any) -> Encoded:
+    """A resource that is an Any already."""
     version = blake2b(packed.value, digest_size=12).hexdigest()
     sotw = discovery_pb2.DiscoveryResponse(resources=[packed]).SerializeToString()
     wrapped = discovery_pb2.Resource(name=name, resource=packed)

@@ -36,7 +36,8 @@ class Watch:
     """One type on one stream.
 
     ``names`` is what a by-name type asked for (unused for wildcard types), ``sent`` the content hash of every resource
-    that the peer holds from us. ``error`` is Envoy's text of the last NACK, until the next ACK.
+    that the peer holds from us. ``error`` is Envoy's text of the last NACK, until the next ACK. ``sent_at`` is when the
+    last response was written (seconds since 1970), 0 before the first; the server notes it.
     """
 
     type_url: str
@@ -53,6 +54,7 @@ class Watch:
     nacks: int = 0
     acks: int = 0
     pushes: int = 0
+    sent_at: float = 0.0
 
     @property
     def settled(self) -> bool:

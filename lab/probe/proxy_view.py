@@ -130,7 +130,7 @@ def _settings(found: Config) -> Iterator[str]:
 def name_table(config: Config, name: str) -> str | None:
     """What the agent's name table has for an absolute name."""
     table = config.get("nds", {}).get("table", {})
-    found = table.get(f"{name.rstrip('.')}.") or table.get(name.rstrip("."))
+    found = table.get(name.rstrip(".")) or table.get(f"{name.rstrip('.')}.")  # the entry itself knows its registry
     return f"name table: {', '.join(found.get('ips', ()))} ({found.get('registry', '?')})" if found else None
 
 

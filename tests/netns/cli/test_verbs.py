@@ -118,6 +118,33 @@ def test_proxy_config_of_the_proxy_has_what_discovery_would_send(running: str) -
     assert live["bootstrap"]["node"]["id"] == planned["bootstrap"]["node"]["id"]
 
 
+def asked(running: str, pod: str, path: str) -> Any:
+    """What the debug port of a pod's agent answers, asked by the pod's app."""
+    command = [sys.executable, "-m", "agent", "request", "--debug-port=15004", "GET", path]
+    return json.loads(lab("exec", pod, "--lab", running, "--", *command).stdout)
+
+
+def test_the_agents_debug_port_answers_what_discovery_knows_of_the_proxy(running: str) -> None:
+    synced = asked(running, "frontend.frontend", "debug/syncz")
+    assert synced["typeUrl"] == "istio.io/debug/syncz"
+    (proxy,) = synced["resources"]
+    assert proxy["node"]["id"] == "frontend.frontend"
+    states = {c["typeUrl"].rpartition(".")[2]: c["configStatus"] for c in proxy["genericXdsConfigs"]}
+    assert states == dict.fromkeys(
+        ("Cluster", "ClusterLoadAssignment", "Listener", "NameTable", "RouteConfiguration"), "SYNCED"
+    )
+    dump = asked(running, "frontend.frontend", "debug/config_dump?resourceName=frontend.frontend")
+    sections = {s["@type"].rpartition(".")[2]: s for s in dump["resources"]}
+    live = lab_json("proxy-config", "frontend.frontend", "all", "--lab", running)
+    listeners = {one["name"] for one in sections["ListenersConfigDump"]["dynamicListeners"]}
+    assert listeners == {one["name"] for one in live["listeners"]} - {"0.0.0.0_15090", "0.0.0.0_15021"}
+    for other in ("catalog.catalog", "nobody.here"):
+        assert asked(running, "frontend.frontend", f"debug/config_dump?resourceName={other}")["resources"] == []
+    (names,) = asked(running, "frontend.frontend", "debug/ndsz")["resources"]
+    (table,) = names["value"]["configs"]
+    assert table["table"]["catalog.catalog.svc.cluster.local"]["ips"] == ["10.96.20.30"]
+
+
 def test_verify_by_name_with_a_glob_and_a_report(running: str, tmp_path: Path) -> None:
     report = tmp_path / "junit.xml"
     document = lab_json("verify", running, "--only", "catalog-*", "--junit", str(report))

@@ -264,10 +264,17 @@ def test_name_table_dump(tmp_path: Path) -> None:
             info = table.table["a.ns1.svc.cluster.local"]
             info.ips.append("1.1.1.1")
             info.registry, info.shortname, info.namespace = "Kubernetes", "a", "ns1"
+            table.table["api.vendor.example"].ips.append("240.240.0.1")
+            table.table["api.vendor.example"].registry = "External"
             await dns.update(table)
             shown = json.loads((await rig.get("/debug/ndsz")).body)["table"]
-            assert set(shown) == {"a.", "a.ns1.", "a.ns1.svc.", "a.ns1.svc.cluster.local."}
-            assert shown["a.ns1."] == {"ips": ["1.1.1.1"], "registry": "Kubernetes"}
+            own = {"ips": ["1.1.1.1"], "registry": "Kubernetes"}
+            assert shown == {
+                "a.ns1.svc.cluster.local": {**own, "shortname": "a", "namespace": "ns1"},
+                **dict.fromkeys(("a.", "a.ns1.", "a.ns1.svc.", "a.ns1.svc.cluster.local."), own),
+                "api.vendor.example": {"ips": ["240.240.0.1"], "registry": "External"},
+                "api.vendor.example.": {"ips": ["240.240.0.1"], "registry": "Kubernetes"},
+            }
 
     run(job)
 

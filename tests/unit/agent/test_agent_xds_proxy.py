@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -422,7 +424,11 @@ def test_no_bytes_of_envoy_crash_or_hang_the_request_path(tmp_path: Path, data: 
         async with Rig(tmp_path) as rig:
             call = rig.envoy()
             await call.write(data)
-            await call.write(DELTA.request(type_url=CLUSTER_TYPE, response_nonce="end").SerializeToString())
+            try:
+                await call.write(DELTA.request(type_url=CLUSTER_TYPE, response_nonce="end").SerializeToString())
+            except grpc.aio.AioRpcError:  # the stream had been ended by then
+                assert await call.code() is grpc.StatusCode.INTERNAL
+                return
             reader = asyncio.ensure_future(_until(rig, "end"))
             ended = asyncio.ensure_future(call.code())
             done, pending = await asyncio.wait({reader, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -463,11 +469,33 @@ def test_debug_questions_ride_the_stream(tmp_path: Path) -> None:
             result = await answer
             assert result.status == 200
             assert json.loads(result.body) == {
+                "versionInfo": "",
                 "typeUrl": "istio.io/debug/config_dump",
+                "nonce": "1",
                 "resources": [{"@type": "istio.io/debug", "value": {"clusters": [1]}}],
             }
+            answer = asyncio.ensure_future(get("/debug?resourceName=ndsz%3FproxyID%3Da.b"))
+            question = await rig.discovery.request()
+            assert question.type_url == "istio.io/debug"
+            assert list(question.resource_names_subscribe) == ["ndsz?proxyID=a.b"]
+            await context.write(response(DELTA, "istio.io/debug/config_dump", "2", body))  # late, and not asked for now
+            await context.write(response(DELTA, question.type_url, "3", body))
+            assert json.loads((await answer).body)["nonce"] == "3"
             await debug.stop()
             call.cancel()
+
+    run(job)
+
+
+def test_a_debug_question_that_discovery_refuses_is_told(tmp_path: Path) -> None:
+    async def job() -> None:
+        async with Rig(tmp_path) as rig:
+            _, number, _ = await rig.connected()
+            answer = asyncio.ensure_future(rig.proxy.debug("istio.io/debug/syncz", [], DEADLINE))
+            await rig.discovery.request()
+            rig.discovery.ends[number].set_result((grpc.StatusCode.UNAUTHENTICATED, "authentication required"))
+            with pytest.raises(ConnectionError, match="UNAUTHENTICATED: authentication required"):
+                await answer
 
     run(job)
 
@@ -486,11 +514,53 @@ def test_debug_answers_are_readable() -> None:
     table.table["a"].ips.append("1.1.1.1")
     message = discovery_pb2.DiscoveryResponse(type_url="t")
     message.resources.add().Pack(table)
-    message.resources.add(type_url="unknown", value=b"plain text")
-    assert [resource["value"] for resource in readable(message)["resources"]] == [
+    message.resources.add(type_url="istio.io/debug", value=b"plain text")
+    message.resources.add(type_url="type.googleapis.com/envoy.nothing.v3.Nothing", value=b"\xff")
+    assert readable(message)["resources"] == [
         {"@type": NAME_TABLE_TYPE, "table": {"a": {"ips": ["1.1.1.1"]}}},
-        "plain text",
+        {"@type": "istio.io/debug", "value": "plain text"},
+        {"@type": "type.googleapis.com/envoy.nothing.v3.Nothing", "value": "/w=="},
     ]
+
+
+def test_debug_answers_of_types_that_are_not_loaded_yet() -> None:
+    """In a process of its own: which messages this one knows depends on the tests before."""
+    done = subprocess.run([sys.executable, "-c", NESTED], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [
+        {
+            "@type": "type.googleapis.com/envoy.config.cluster.v3.Cluster",
+            "name": "a",
+            "transportSocket": {
+                "typedConfig": {"@type": f"type.googleapis.com/{TLS_CONTEXT}", "sni": "b"},
+            },
+        }
+    ]
+
+
+TLS_CONTEXT = "envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
+# The bytes of Cluster{name: a, transport_socket: {typed_config: UpstreamTlsContext{sni: b}}}.
+NESTED = f"""
+import json
+from envoy.service.discovery.v3 import discovery_pb2
+from google.protobuf.any_pb2 import Any
+from google.protobuf import descriptor_pool
+from agent.debug_port import readable
+try:
+    descriptor_pool.Default().FindMessageTypeByName("{TLS_CONTEXT}")
+except KeyError:
+    pass
+else:
+    raise SystemExit("the type is known already")
+def field(number, data):
+    key = number << 3 | 2
+    return (bytes([key & 0x7F | 0x80, key >> 7]) if key > 127 else bytes([key])) + bytes([len(data)]) + data
+context = Any(type_url="type.googleapis.com/{TLS_CONTEXT}", value=field(2, b"b")).SerializeToString()
+cluster = field(1, b"a") + field(24, field(3, context))
+message = discovery_pb2.DiscoveryResponse()
+message.resources.add(type_url="type.googleapis.com/envoy.config.cluster.v3.Cluster", value=cluster)
+print(json.dumps(readable(message)["resources"]))
+"""
 
 
 def test_type_names() -> None:

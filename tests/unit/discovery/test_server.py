@@ -26,13 +26,13 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from envoy.service.discovery.v3 import discovery_pb2
 from four_namespaces import CATALOG, build, manifests, sidecar
-from google.protobuf import struct_pb2
+from google.protobuf import json_format, struct_pb2
 
 from agent.protos import ca_pb2
 from lab.discovery import snapshot
 from lab.discovery.ca import CertificateAuthority
 from lab.discovery.node import Node
-from lab.discovery.resources import CDS, EDS, LDS
+from lab.discovery.resources import CDS, EDS, LDS, NDS
 from lab.discovery.server import Discovery
 from lab.errors import InputError
 from lab.manifests import model
@@ -55,7 +55,7 @@ def node_of(mesh: model.Mesh, pod: str = "frontend-0.frontend") -> Node:
 
 def node_message(node: Node) -> dict[str, Any]:
     metadata = struct_pb2.Struct()
-    metadata.update({k: v for k, v in node.metadata.items() if k != "PROXY_CONFIG"})
+    metadata.update({**node.metadata, "PROXY_CONFIG": dict(node.metadata["PROXY_CONFIG"])})
     return {"id": node.id, "cluster": node.cluster, "metadata": metadata}
 
 
@@ -448,23 +448,151 @@ def test_debug_pages(tmp_path: Path) -> None:
         async with lab.plain_channel() as channel:
             ads = Ads(channel, node_of(lab.mesh))
             await ads.fetch(CDS)
-            dump = await debug(lab, "config_dump?proxyID=frontend-0.frontend")
-            assert {c["name"] for c in dump["clusters"]} >= {"inbound|8080||"}
+            sections = (await debug(lab, "config_dump?proxyID=frontend-0.frontend"))["configs"]
+            assert [s["@type"].rpartition(".")[2].removesuffix("ConfigDump") for s in sections] == [
+                "Bootstrap", "Clusters", "Listeners", "ScopedRoutes", "Routes", "Secrets", "Ecds",
+            ]  # fmt: skip
+            clusters = {c["cluster"]["name"] for c in sections[1]["dynamicActiveClusters"]}
+            assert clusters == set(snapshot.generate(lab.mesh, node_of(lab.mesh)).clusters)
+            assert sections[2].get("dynamicListeners", []) == [], "the proxy does not watch listeners"
+            assert (await debug(lab, "ndsz?proxyID=frontend-0.frontend")) == {}
+            await ads.fetch(NDS)
+            (names,) = (await debug(lab, "ndsz?proxyID=frontend-0.frontend"))["configs"]
+            assert names["table"]["frontend.frontend.svc.cluster.local"]["registry"] == "Kubernetes"
             scope = await debug(lab, "sidecarz?proxyID=frontend-0.frontend")
             assert scope["services"] == ["frontend.frontend.svc.cluster.local"]
-        for path in ("/debug/nothing", "/debug/sidecarz?proxyID=nobody.here"):
+        for path, code in (
+            ("/debug/nothing", 404),
+            ("/debug/sidecarz?proxyID=nobody.here", 404),
+            ("/debug/config_dump?proxyID=frontend-0.frontend&types=xyz", 404),
+            ("/debug/ndsz", 400),
+        ):
             with pytest.raises(urllib.error.HTTPError) as missing:
                 await get(lab, 8080, path)
-            assert missing.value.code == 404
+            assert missing.value.code == code
         for page in await debug(lab, "list"):
             if "proxyID" not in page and page.rpartition("/")[2] not in (
                 "sidecarz",
                 "config_dump",
                 "edsz",
                 "clusterz",
+                "ecdsz",
                 "ndsz",
             ):
                 await debug(lab, page.rpartition("/")[2])
+
+    run(scenario, tmp_path)
+
+
+# --- debug questions over xDS -----------------------------------------------------------------------------
+
+
+async def question(ads: Ads, type_url: str, *names: str) -> dict[str, Any]:
+    """What a debug question is answered with: resource name -> message or JSON."""
+    await ads.send(type_url, resource_names_subscribe=names)
+    response = await ads.receive()
+    assert response.type_url == type_url
+    out: dict[str, Any] = {}
+    for item in response.resources:
+        if item.resource.type_url == "istio.io/debug":
+            out[item.name] = json.loads(item.resource.value)
+        else:
+            shown = json_format.MessageToDict(item.resource)
+            out[item.name or shown["@type"].rpartition(".")[2]] = shown
+    return out
+
+
+def test_debug_questions_ride_on_ads(tmp_path: Path) -> None:
+    async def scenario(lab: Running) -> None:
+        async with lab.secure_channel() as channel:
+            other = Ads(channel, node_of(lab.mesh, "catalog-0.catalog"), await token(lab, "catalog", "catalog"))
+            await other.fetch(CDS)
+            ads = Ads(channel, node_of(lab.mesh), await token(lab, "frontend", "frontend"))
+            await ads.fetch(CDS)
+            await ads.send(LDS)
+            listeners = await ads.receive()
+            await ads.send(LDS, response_nonce=listeners.nonce, error_detail={"code": 13, "message": "no way"})
+            (synced,) = (await question(ads, "istio.io/debug/syncz")).items()
+            assert synced[0] == "frontend-0.frontend", "the proxies of its own namespace alone"
+            assert synced[1]["@type"] == "type.googleapis.com/envoy.service.status.v3.ClientConfig"
+            assert synced[1]["node"]["metadata"] == {"CLUSTER_ID": "Kubernetes", "NAMESPACE": "frontend"}
+            states = {c["typeUrl"]: c for c in synced[1]["genericXdsConfigs"]}
+            assert {u: c["configStatus"] for u, c in states.items()} == {CDS: "SYNCED", LDS: "ERROR"}
+            assert states[LDS]["errorState"]["details"] == "no way"
+            assert states[CDS]["lastUpdated"] > "2020"
+            dump = await question(ads, "istio.io/debug/config_dump", "frontend-0.frontend")
+            clusters = {c["cluster"]["name"] for c in dump["ClustersConfigDump"]["dynamicActiveClusters"]}
+            assert clusters == set(snapshot.generate(lab.mesh, node_of(lab.mesh)).clusters)
+            assert await question(ads, "istio.io/debug/config_dump", "catalog-0.catalog") == {}
+            assert await question(ads, "istio.io/debug/config_dump", "frontend-0.frontend", "catalog-0.catalog") == {}
+            assert await question(ads, "istio.io/debug/config_dump") == dump, "its own"
+            name = "edsz?proxyID=frontend-0.frontend"
+            assert await question(ads, "istio.io/debug", name) == {name: {}}, "it watches no endpoints"
+            assert await question(ads, "istio.io/debug/edsz") == {name: {}}
+            assert set(lab.discovery.server.status()["proxies"][node_of(lab.mesh).id]["types"]) == {"CDS", "LDS"}
+
+    run(scenario, tmp_path)
+
+
+def test_debug_questions_over_state_of_the_world(tmp_path: Path) -> None:
+    """From the root namespace, which sees all."""
+
+    async def scenario(lab: Running) -> None:
+        metadata = {"NAMESPACE": "istio-system", "CLUSTER_ID": "Kubernetes"}
+        person = {"id": "sidecar~10.9.9.9~person.istio-system~istio-system.svc.cluster.local", "metadata": metadata}
+        async with lab.secure_channel() as channel:
+            ads = Ads(channel, node_of(lab.mesh), await token(lab, "frontend", "frontend"))
+            await ads.fetch(CDS)
+            call = channel.stream_stream(
+                "/envoy.service.discovery.v3.AggregatedDiscoveryService/StreamAggregatedResources",
+                request_serializer=discovery_pb2.DiscoveryRequest.SerializeToString,
+                response_deserializer=discovery_pb2.DiscoveryResponse.FromString,
+            )(metadata=(("authorization", f"Bearer {await token(lab, 'istio-system', 'person')}"),))
+            await call.write(discovery_pb2.DiscoveryRequest(type_url="istio.io/debug/syncz", node=person))
+            (synced,) = (await call.read()).resources
+            assert json_format.MessageToDict(synced)["node"]["id"] == "frontend-0.frontend"
+            await call.write(discovery_pb2.DiscoveryRequest(type_url="istio.io/debug", resource_names=["registryz"]))
+            answer = await call.read()
+            assert CATALOG in {s["hostname"] for s in json.loads(answer.resources[0].value)}
+            # an acknowledgement is no question
+            ack = discovery_pb2.DiscoveryRequest(
+                type_url="istio.io/debug", resource_names=["registryz"], response_nonce=answer.nonce
+            )
+            await call.write(ack)
+            await call.write(discovery_pb2.DiscoveryRequest(type_url="istio.io/debug", resource_names=["nothing"]))
+            answer = await call.read()
+            assert answer.resources[0].value == b"no such page: /debug/nothing. See /debug/list\n"
+            call.cancel()
+
+    run(scenario, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("secure", "type_url", "names", "code", "why"),
+    [
+        (False, "istio.io/debug/syncz", [], grpc.StatusCode.UNAUTHENTICATED, "authentication required"),
+        (False, "istio.io/debug", ["ndsz"], grpc.StatusCode.UNAUTHENTICATED, "authentication required"),
+        (
+            True,
+            "istio.io/debug",
+            ["registryz"],
+            grpc.StatusCode.PERMISSION_DENIED,
+            "not available for current identity",
+        ),
+        (True, "istio.io/debug", [], grpc.StatusCode.INVALID_ARGUMENT, "exactly one debug request"),
+    ],
+)
+def test_debug_questions_that_are_refused(
+    secure: bool, type_url: str, names: list[str], code: Any, why: str, tmp_path: Path
+) -> None:
+    async def scenario(lab: Running) -> None:
+        async with lab.secure_channel() if secure else lab.plain_channel() as channel:
+            ads = Ads(channel, node_of(lab.mesh), await token(lab, "frontend", "frontend"))
+            await ads.fetch(CDS)
+            await ads.send(type_url, resource_names_subscribe=names)
+            found, details = await ads.refused()
+            assert found == code
+            assert why in details
 
     run(scenario, tmp_path)
 
