@@ -681,9 +681,15 @@ def graph(what: tuple[str, ...], output: str) -> int:
 
 @cli.command()
 @click.argument("what", nargs=-1, required=True, metavar="NAME|FILE...")
-@click.option("--from", "sources", multiple=True, metavar="POD", help="Only from here: POD.NAMESPACE, or an ExternalHost.")
-@click.option("--to", "targets", multiple=True, metavar="X", help="Only to what is called so: NAME, HOST or GLOB[:PORT].")
-@click.option("--iptables", "backend", type=click.Choice(BACKENDS), default="auto", show_default=True, help="With files.")
+@click.option(
+    "--from", "sources", multiple=True, metavar="POD", help="Only from here: POD.NAMESPACE, or an ExternalHost."
+)
+@click.option(
+    "--to", "targets", multiple=True, metavar="X", help="Only to what is called so: NAME, HOST or GLOB[:PORT]."
+)
+@click.option(
+    "--iptables", "backend", type=click.Choice(BACKENDS), default="auto", show_default=True, help="With files."
+)
 @click.option("--json", "as_json", is_flag=True)
 def matrix(
     what: tuple[str, ...], sources: tuple[str, ...], targets: tuple[str, ...], backend: Backend, as_json: bool

@@ -48,6 +48,13 @@ class Told:
     verdict: Verdict
     journeys: tuple[Journey, ...]
     questions: tuple[Question, ...]
+    flow: Flow
+
+    def parts(self) -> tuple[Verdict, ...]:
+        """The verdict of each course alone, where there are several."""
+        if len(self.journeys) < 2:
+            return (self.verdict,)
+        return tuple(verdict(self.flow, (journey,), self.questions) for journey in self.journeys)
 
 
 def predict_all(mesh: Mesh, tests: Iterable[TrafficTest] | None = None, backend: Backend = "auto") -> list[Verdict]:
@@ -77,20 +84,20 @@ def predict(world: MeshWorld, test: TrafficTest, *, why: bool = False) -> Told:
         test=test.meta.name,
         timeout=test.timeout,
         observed=bool(test.flow_from.pod),
-        pods=frozenset(p.name for p in world.mesh.pods),
+        pods=world.pod_names,
     )
     if to.protocol in ("dns", "dns-tcp"):
         return _lookup(world, base, test, start, why)
     address, questions, unresolved = world.resolve(start, to.host, test.flow_from.uid, why=why)
     if address is None:
         flow = base._replace(to=To(to.host, None, port, to.protocol))
-        return Told(verdict(flow, (), questions, test.expect, unresolved), (), tuple(questions))
+        return Told(verdict(flow, (), questions, test.expect, unresolved), (), tuple(questions), flow)
     flow = base._replace(to=To(to.host, address, port, to.protocol))
     packet = _packet(world.place(start), address, to, test.flow_from.uid, test.flow_from.spoof)
     journeys = follow(world, start, packet, payload(to), why=why)
     if to.crafted:
         journeys = tuple(_crafted(j, packet.flags, bool(test.flow_from.spoof)) for j in journeys[:1])
-    return Told(verdict(flow, journeys, questions, test.expect), journeys, tuple(questions))
+    return Told(verdict(flow, journeys, questions, test.expect), journeys, tuple(questions), flow)
 
 
 def _crafted(journey: Journey, flags: frozenset[str], spoofed: bool) -> Journey:
@@ -128,7 +135,7 @@ def _lookup(world: MeshWorld, base: Flow, test: TrafficTest, start: str, why: bo
         if questions[-1].answers or questions[-1].rcode is None:
             break
     flow = base._replace(to=To(to.host, server, to.port or 53, to.protocol), is_lookup=True)
-    return Told(verdict(flow, (), questions, test.expect), (), tuple(questions))
+    return Told(verdict(flow, (), questions, test.expect), (), tuple(questions), flow)
 
 
 def payload(to: FlowTo) -> Payload:
@@ -225,6 +232,7 @@ class MeshWorld:
         self._resolved: dict[tuple[str, str, int, bool], _Resolved] = {}
         self._envoys: dict[str, Config | None] = {}
         self._pods = {p.name: p for p in mesh.pods}
+        self.pod_names = frozenset(self._pods)
         self._owners = {ip: p.name for p in mesh.pods for ip in p.ips}
         self._owners |= {a: f"ext-{h.meta.name}" for h in mesh.external_hosts for a in h.addresses}
 

@@ -255,7 +255,11 @@ class _Course(NamedTuple):
     passes: tuple[Pass, ...] = ()
 
     def seen(self, step: Step) -> _Course:
-        return self._replace(trail=(self.trail, step))
+        return _Course(self.packet, (self.trail, step), self.assumed, self.chance, self.passes)
+
+    def carrying(self, packet: Packet) -> _Course:
+        """The course of a packet that has changed. Spelled out, as is `seen`: _replace takes four times as long."""
+        return _Course(packet, self.trail, self.assumed, self.chance, self.passes)
 
 
 class _Ended(NamedTuple):
@@ -282,7 +286,7 @@ class _Walk:
             here = after.packet
             if here.rerouted:
                 here = here._replace(oif=here.rerouted, rerouted="")
-            for out in self.hook("postrouting", after._replace(packet=here)):
+            for out in self.hook("postrouting", after.carrying(here)):
                 if isinstance(out, Fate):
                     yield out
                 elif out.packet.oif != "lo":
@@ -295,7 +299,7 @@ class _Walk:
                     yield from self.received(back, out)
 
     def received(self, packet: Packet, course: _Course | None = None) -> Iterator[Fate]:
-        start = course._replace(packet=packet) if course else _Course(packet)
+        start = course.carrying(packet) if course else _Course(packet)
         for after in self.hook("prerouting", start):
             if isinstance(after, Fate):
                 yield after
@@ -318,7 +322,7 @@ class _Walk:
                 yield _fate("dropped", after, "not an address of this machine, which does not forward")
             else:
                 routed = here._replace(oif=self.host.route(here.dst))
-                for forwarded in self.hook("forward", after._replace(packet=routed)):
+                for forwarded in self.hook("forward", after.carrying(routed)):
                     if isinstance(forwarded, Fate):
                         yield forwarded
                         continue
@@ -338,7 +342,7 @@ class _Walk:
                     if hook == "output" and base.kind == "route":
                         ends = [self.rerouted(end, now.packet) for end in ends]
                 elif stage == "conntrack":
-                    going.append(now._replace(packet=_track(now.packet)))
+                    going.append(now.carrying(_track(now.packet)))
                     continue
                 else:
                     ends = self.nat(hook, now)
@@ -435,8 +439,7 @@ class _Walk:
 
     def passes_by(self, rule: Rule, packet: Packet) -> bool:
         """Whether a condition before the rule's first action surely does not hold."""
-        host = self.host
-        return any(condition.check(packet, host) is False for condition in self.walker.conditions(rule))
+        return any(condition.check(packet, self.host) is False for condition in self.walker.conditions(rule))
 
     def _policy(self, table: Table, base: Base, chain: Chain, course: _Course) -> _Ended:
         step = Step(table, chain.name, base, None, True, base.policy)
@@ -454,7 +457,7 @@ class _Walk:
             while run < len(rule.parts) and not isinstance(rule.parts[run], ACTIONS):
                 run += 1
             answers = [part.check(now.packet, self.host) for part in rule.parts[index:run]]  # type: ignore[union-attr]
-            if any(answer is False for answer in answers):
+            if False in answers:
                 if self.why:
                     failed = tuple(
                         (part.text, part.found(now.packet, self.host))  # type: ignore[union-attr]
@@ -526,7 +529,7 @@ class _Walk:
             if control is not None:
                 yield now, None, control
                 return
-            now = now._replace(packet=_effect(part, now.packet))
+            now = now.carrying(_effect(part, now.packet))
         yield now, None, None
 
     def _vmap(self, part: VerdictMap, course: _Course) -> Iterator[tuple[_Course, _Control]]:
@@ -557,7 +560,7 @@ class _Walk:
             if isinstance(after, str):
                 yield course, None, _Ended(course, "drop" if after == _NOWHERE else "undecided", after)
             else:
-                now = course._replace(packet=after)
+                now = course.carrying(after)
                 yield now, None, _Ended(now, "accept", bound=True)
 
 
@@ -704,7 +707,7 @@ def _track(packet: Packet) -> Packet:
 
 
 def _change(course: _Course, **fields: object) -> _Course:
-    return course._replace(packet=course.packet._replace(**fields))  # type: ignore[arg-type]
+    return course.carrying(course.packet._replace(**fields))  # type: ignore[arg-type]
 
 
 def _assume(course: _Course, reason: str) -> _Course:
@@ -726,6 +729,8 @@ def _both(course: _Course, found: list[Doubt]) -> tuple[_Course, _Course]:
 
 def _fewer(courses: list[_Course]) -> list[_Course]:
     """Courses whose packets are the same go on as one."""
+    if len(courses) < 2:
+        return courses
     found: dict[Packet, _Course] = {}
     for course in courses:
         same = found.get(course.packet)
@@ -744,7 +749,7 @@ def _close(hook: Hook, before: Packet, course: _Course) -> _Course:
         trail, step = trail
         steps.append(step)
     passed = Pass(hook, before, course.packet, tuple(reversed(steps)))
-    return course._replace(trail=None, passes=(*course.passes, passed))
+    return _Course(course.packet, None, course.assumed, course.chance, (*course.passes, passed))
 
 
 def _fate(end: End, course: _Course, why: str = "") -> Fate:

@@ -48,6 +48,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "lab.whatif": PACKAGES,
     "lab.asking": PACKAGES,
     "lab.proofs": PACKAGES,
+    "lab.matrix": PACKAGES,
     "lab.memory": PACKAGES,
     "lab.cli": PACKAGES,
     "lab.__main__": PACKAGES,
