@@ -7,6 +7,7 @@ import http.client
 import io
 import ipaddress
 import json
+import re
 import socket
 import ssl
 import struct
@@ -47,6 +48,10 @@ class Attempt:
     order: Order
     sent: Sent
     deadline: float
+    got: int = 0
+    """Bytes that came back."""
+    cut: str = ""
+    """How the stream ended, if it did: ``ended``, ``reset`` or ``late`` (it had not, when time was over)."""
 
     def left(self) -> float:
         """Seconds until the deadline.
@@ -74,7 +79,8 @@ def run(order: Order) -> Sent:
     try:
         _SENDERS[order.protocol](attempt)
     except TimeoutError:
-        sent.result, sent.error = "no-answer" if datagram else "timeout", f"nothing within {order.timeout:g} s"
+        sent.result = "no-answer" if datagram else "timeout"
+        sent.error = f"{'no whole answer' if attempt.got else 'nothing'} within {order.timeout:g} s"
     except Closed:
         sent.result = "closed"
     except ssl.SSLError as e:
@@ -139,20 +145,42 @@ def _connect(attempt: Attempt) -> socket.socket:
     return s
 
 
+def _chunk(attempt: Attempt, s: socket.socket, size: int = 65536) -> bytes:
+    """The next bytes of a stream, none at its end; counts them, and remembers how it ended.
+
+    Raises:
+        TimeoutError: too late.
+    """
+    try:
+        s.settimeout(attempt.left())
+        chunk = s.recv(size)
+    except TimeoutError:
+        attempt.cut = "late"
+        raise
+    except (ConnectionResetError, ssl.SSLEOFError):
+        attempt.cut = "reset"
+        return b""
+    attempt.got += len(chunk)
+    if not chunk:
+        attempt.cut = "ended"
+    return chunk
+
+
 def _receive(attempt: Attempt, s: socket.socket, done: Callable[[bytes], bool]) -> bytes:
-    """Bytes until ``done`` or the end of the stream.
+    """Bytes until ``done``, the end of the stream, or the deadline; ``attempt.cut`` says if it was not the first.
 
     Raises:
         Closed: the stream ended, or was reset, without a byte.
-        TimeoutError: too late; also if some bytes came.
+        TimeoutError: too late, and no byte came.
     """
     data = b""
     while not done(data):
-        s.settimeout(attempt.left())
         try:
-            chunk = s.recv(65536)
-        except (ConnectionResetError, ssl.SSLEOFError):
-            chunk = b""
+            chunk = _chunk(attempt, s)
+        except TimeoutError:
+            if not data:
+                raise
+            break
         if not chunk:
             break
         data += chunk
@@ -161,12 +189,24 @@ def _receive(attempt: Attempt, s: socket.socket, done: Callable[[bytes], bool]) 
     return data
 
 
+def _cut_off(attempt: Attempt, where: str) -> None:
+    """The outcome of an answer that began and is not whole; its status, if it has one, is known already."""
+    sent = attempt.sent
+    sent.result = "timeout" if attempt.cut == "late" else "closed"
+    if sent.status is not None and sent.status >= 400:
+        sent.result = "http-error"
+    how = {"reset": "was reset", "late": f"was not over in {attempt.order.timeout:g} s, and stood"}
+    sent.error = f"the answer {how.get(attempt.cut, 'ended')} {where}"
+
+
 def _tcp(attempt: Attempt) -> None:
     with _connect(attempt) as s:
         if not attempt.order.silent:
             packets.put(s, packets.Raw(TCP_LINE))
         data = _receive(attempt, s, lambda d: b"\n" in d or len(d) > 65536)
     attempt.sent.result = "ok"
+    if attempt.cut == "reset":
+        attempt.sent.error = f"reset after {len(data)} bytes"
     attempt.sent.body = _json(data.partition(b"\n")[0])
 
 
@@ -212,23 +252,43 @@ def _response(attempt: Attempt, s: socket.socket) -> None:
     sent = attempt.sent
     data = _receive(attempt, s, lambda d: not d.startswith(b"HTTP/"[: len(d)]) or b"\r\n\r\n" in d)
     if not data.startswith(b"HTTP/"):  # a TLS echo answers with one JSON line
-        data += _rest(attempt, s, data, lambda d: b"\n" in d)
+        if b"\n" not in data and not attempt.cut:
+            data += _receive(attempt, s, lambda more: b"\n" in more)
         sent.result, sent.body = "ok", _json(data.partition(b"\n")[0])
+        return
+    if b"\r\n\r\n" not in data:
+        line = re.match(rb"HTTP/\S+ (\d{3})\b.*\n", data)
+        sent.status = int(line[1]) if line else None
+        _cut_off(attempt, f"within its headers, after {len(data)} bytes")
         return
     response = http.client.HTTPResponse(cast(socket.socket, _Replay(attempt, s, data)), method=attempt.order.method)
     try:
         response.begin()
-        body = response.read()
     except http.client.HTTPException as e:
         sent.result, sent.error = "closed", f"a response that is none: {type(e).__name__}"
         return
     sent.status = response.status
+    _body(attempt, response)
+
+
+def _body(attempt: Attempt, response: http.client.HTTPResponse) -> None:
+    sent = attempt.sent
+    expected = response.length  # None: it is chunked, or ends with the connection
+    try:
+        body = response.read()
+    except http.client.IncompleteRead as e:
+        of = "" if expected is None else f" of {expected}"
+        return _cut_off(attempt, f"after {len(e.partial)}{of} bytes of its body")
+    except http.client.HTTPException as e:
+        sent.result, sent.error = "closed", f"a body that is none: {type(e).__name__}"
+        return None
+    except TimeoutError:
+        return _cut_off(attempt, "within its body")
+    if attempt.cut == "reset" and expected is None:
+        return _cut_off(attempt, f"after {len(body)} bytes of its body")
     sent.result = "http-error" if response.status >= 400 else "ok"
     sent.body = _json(body)
-
-
-def _rest(attempt: Attempt, s: socket.socket, data: bytes, done: Callable[[bytes], bool]) -> bytes:
-    return b"" if done(data) else _receive(attempt, s, lambda more: done(data + more))
+    return None
 
 
 class _Replay:
@@ -250,11 +310,7 @@ class _Reader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         if not self._data:
-            self._socket.settimeout(self._attempt.left())
-            try:
-                self._data = self._socket.recv(len(buffer))
-            except ConnectionResetError:
-                return 0
+            self._data = _chunk(self._attempt, self._socket, len(buffer))
         size = min(len(buffer), len(self._data))
         buffer[:size], self._data = self._data[:size], self._data[size:]
         return size
@@ -314,10 +370,9 @@ def _settings(ack: bool = False) -> Any:
 
 
 def _h2_answer(attempt: Attempt, s: socket.socket) -> None:
-    sent, table = attempt.sent, packets.HPackHdrTable()
+    table = packets.HPackHdrTable()
     headers: dict[str, str] = {}
     message = fragment = buffer = b""
-    got = False
     while True:
         while len(buffer) >= 9 and len(buffer) >= 9 + (size := int.from_bytes(buffer[:3], "big")):
             frame, buffer = buffer[: 9 + size], buffer[9 + size :]
@@ -332,19 +387,19 @@ def _h2_answer(attempt: Attempt, s: socket.socket) -> None:
                     headers |= _h2_headers(table, fragment)
                     fragment = b""
             elif kind in (3, 7):  # RST_STREAM, GOAWAY
-                return _h2_outcome(sent, headers, message)
+                attempt.cut = "reset"
+                return _h2_outcome(attempt, headers, message)
             if kind in (0, 1) and flags & 1:
-                return _h2_outcome(sent, headers, message)
-        s.settimeout(attempt.left())
+                return _h2_outcome(attempt, headers, message)
         try:
-            chunk = s.recv(65536)
-        except ConnectionResetError:
-            chunk = b""
-        if not chunk:
-            if not got:
+            chunk = _chunk(attempt, s)
+        except TimeoutError:
+            if ":status" not in headers:
+                raise
+        if attempt.cut:
+            if not attempt.got:
                 raise Closed
-            return _h2_outcome(sent, headers, message)
-        got = True
+            return _h2_outcome(attempt, headers, message)
         buffer += chunk
 
 
@@ -368,13 +423,17 @@ def _h2_headers(table: Any, fragment: bytes) -> dict[str, str]:
     return found
 
 
-def _h2_outcome(sent: Sent, headers: dict[str, str], message: bytes) -> None:
+def _h2_outcome(attempt: Attempt, headers: dict[str, str], message: bytes) -> None:
+    sent = attempt.sent
     status, grpc = headers.get(":status", ""), headers.get("grpc-status", "")
     sent.status = int(status) if status.isdigit() else None
     sent.grpc_status = int(grpc) if grpc.isdigit() else None
     sent.body = _json(message[5:])
     if sent.status is None:
         raise Closed
+    if attempt.cut and sent.grpc_status is None:
+        _cut_off(attempt, f"before its trailers, after {len(message)} bytes of its body")
+        return
     failed = sent.status >= 400 or sent.grpc_status != 0
     sent.result = "http-error" if failed else "ok"
     if failed:

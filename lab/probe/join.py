@@ -370,7 +370,8 @@ def _name_sources(evidence: dict[str, str], key: str, found: Translation, sighti
     if found.redirected_to is not None:
         evidence[f"{key}.redirected_to"] = by
     if found.rule is not None:
-        evidence[f"{key}.rule"] = sighting.tracer
+        # Without a table there was no rule to ask: the text is what the kernel does by itself.
+        evidence[f"{key}.rule"] = sighting.tracer if found.rule.backend else f"{sighting.tracer}: no table"
 
 
 def _is_loopback(address: str) -> bool:

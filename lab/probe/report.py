@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
@@ -133,25 +134,47 @@ def _envoy(v: Verdict) -> str:
 def _outcome(v: Verdict) -> str:
     if v.outcome is None:
         return "-"
-    return f"{v.outcome.result} {v.outcome.status}" if v.outcome.status else v.outcome.result
+    if v.outcome.status:
+        return f"{v.outcome.result} {v.outcome.status}"
+    lookup = v.to.protocol in ("dns", "dns-tcp")
+    if v.dns and v.dns.rcode not in (None, "NOERROR") and (lookup or v.to.address is None):
+        return f"{v.outcome.result}: {v.dns.rcode}"  # the server did answer; there is no such name
+    return v.outcome.result
 
 
 def why(v: Verdict) -> list[str]:
-    """What a reader of a failure wants to know next: the rules that decided, and what sender and Envoy said."""
+    """What a reader of a failure wants to know next: the rules that decided, and what sender and Envoy said; only of the
+    parts of the verdict that differ, or that decide those."""
+    differing = {re.split(r"[.:]", difference)[0] for difference in v.differences}
+
+    def matters(*parts: str) -> bool:
+        return not differing.isdisjoint(parts) or not differing
+
     found = []
-    for name, part in (("dns", v.dns), ("outbound", v.outbound), ("inbound", v.inbound)):
-        if part and part.rule:
+    rules = (
+        ("dns", v.dns, matters("dns", "to")),
+        ("outbound", v.outbound, matters("outbound", "wire")),
+        ("inbound", v.inbound, matters("inbound")),
+    )
+    for name, part, asked in rules:
+        if asked and part and part.rule and part.rule.backend is None:
+            found.append(f"{name} met no rule: there is no table, which is as {part.rule.text}")
+        elif asked and part and part.rule:
             where = f"{part.rule.table} {part.rule.chain}"
             position = f" rule {part.rule.position}" if part.rule.position else ""
             found.append(f"{name} was decided by {where}{position}: {part.rule.text}")
-    for name, proxy in (("the client's Envoy", v.envoy), ("the Envoy of the pod that was reached", v.inbound)):
-        if proxy and (proxy.details or proxy.response_flags not in (None, "-")):
+    proxies = (
+        ("the client's Envoy", v.envoy, matters("envoy", "outcome", "tls", "far_side")),
+        ("the Envoy of the pod that was reached", v.inbound, matters("inbound", "outcome", "tls", "far_side")),
+    )
+    for name, proxy, asked in proxies:
+        if asked and proxy and (proxy.details or proxy.response_flags not in (None, "-")):
             found.append(f"{name}: flags {proxy.response_flags}, {proxy.details or 'no details'}")
-    if v.envoy and v.envoy.upstream and v.envoy.upstream.captured:
+    if matters("envoy", "wire", "outcome") and v.envoy and v.envoy.upstream and v.envoy.upstream.captured:
         port = v.envoy.upstream.redirected_to
         text = v.envoy.upstream.rule.text if v.envoy.upstream.rule else "an unknown rule"
         found.append(f"the client's Envoy: its own connection was captured to {port} again, by {text}")
-    if v.outcome and v.outcome.error:
+    if matters("outcome", "to", "far_side") and v.outcome and v.outcome.error:
         found.append(f"the sender: {v.outcome.error}")
     return found
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from lab.errors import InputError
 from lab.manifests.model import FlowFrom, FlowTo, Meta, TrafficTest
 from lab.probe import report
 from lab.probe.runner import compared, select
-from lab.verdict import From, Outbound, Outcome, Rule, To, Verdict
+from lab.verdict import Dns, Envoy, From, Inbound, Outbound, Outcome, Rule, To, Verdict
 
 RULE = Rule("ipv4", "legacy", "nat", "OUTPUT", 1, "-A OUTPUT -p tcp -j RETURN")
 
@@ -59,10 +61,20 @@ def test_tests_are_chosen_by_glob() -> None:
     tests = [named("dns-udp"), named("dns-tcp"), named("http")]
     assert [t.meta.name for t in select(tests, "dns-*")] == ["dns-udp", "dns-tcp"]
     assert select(tests, None) == tests
-    with pytest.raises(InputError, match=r"nothing to run: nope: no test is called so: dns-udp"):
-        select(tests, "nope")
+    with pytest.raises(InputError) as error:
+        select(tests, "nope*")
+    assert str(error.value) == (
+        'nothing to run: no test has a name that matches "nope*". There are dns-udp, dns-tcp, http.'
+    )
     with pytest.raises(InputError, match="no TrafficTest"):
         select([], None)
+
+
+@pytest.mark.parametrize(("only", "near"), [("dns", "dns-udp or dns-tcp"), ("htpp", "http"), ("http-*", "http")])
+def test_a_name_that_is_nearly_right_is_named(only: str, near: str) -> None:
+    with pytest.raises(InputError) as error:
+        select([named("dns-udp"), named("dns-tcp"), named("http")], only)
+    assert str(error.value).endswith(f"Did you mean {near}?")
 
 
 VERDICTS = [
@@ -108,12 +120,53 @@ def test_the_junit_report() -> None:
     assert why.get("message") == "no <trace> & no log"
 
 
+def test_a_failure_tells_of_what_differs_and_nothing_else() -> None:
+    v = compared(
+        verdict(
+            {"outbound": {"captured": True}},
+            dns=Dns(True, 15053, "agent", ("10.0.0.1",), RULE),
+            envoy=Envoy(response_flags="UH", details="no_healthy_upstream"),
+            inbound=Inbound("b.b", True, 15006, RULE),
+        )
+    )
+    assert report.why(v) == ["outbound was decided by nat OUTPUT rule 1: -A OUTPUT -p tcp -j RETURN"]
+    other = compared(dataclasses.replace(v, expected={"outcome": {"status": 503}}))
+    assert report.why(other) == ["the client's Envoy: flags UH, no_healthy_upstream"]
+    neither = compared(dataclasses.replace(v, expected={"source_port": 1}))
+    assert report.why(neither) == []
+
+
+def test_no_table_is_no_rule() -> None:
+    none = Rule("ipv4", None, "nat", "OUTPUT", None, "-P OUTPUT ACCEPT")
+    v = compared(dataclasses.replace(verdict({"outbound": {"captured": True}}), outbound=Outbound(False, None, none)))
+    assert report.why(v) == ["outbound met no rule: there is no table, which is as -P OUTPUT ACCEPT"]
+
+
+@pytest.mark.parametrize(
+    ("to", "result"),
+    [
+        (To("nowhere.example", None, 80, "http"), "unreachable"),
+        (To("nowhere.example", "10.96.0.10", 53, "dns"), "no-answer"),
+    ],
+)
+def test_a_name_that_does_not_exist_is_called_so(to: To, result: str) -> None:
+    v = dataclasses.replace(verdict({}), to=to, outcome=Outcome(result), dns=Dns(rcode="NXDOMAIN", answers=()))  # type: ignore[arg-type]
+    assert f"{result}: NXDOMAIN" in shown([compared(v)])
+    found = dataclasses.replace(v, to=To("h", "10.0.0.1", 80, "http"))
+    assert "NXDOMAIN" not in shown([compared(found)])
+
+
 def test_the_table_shows_every_verdict_and_every_reason() -> None:
+    text = shown(VERDICTS)
+    for part in ("a.a -> http h:80", "direct", "ok 200", "FAIL", "skip", "outbound.captured: expected true, got false"):
+        assert part in text
+
+
+def shown(verdicts: list[Verdict]) -> str:
+    """The table as text."""
     from rich.console import Console
 
     console = Console(width=200, file=open("/dev/null", "w"), record=True)  # noqa: SIM115
-    console.print(report.table(VERDICTS))
+    console.print(report.table(verdicts))
     console.file.close()
-    text = console.export_text()
-    for part in ("a.a -> http h:80", "direct", "ok 200", "FAIL", "skip", "outbound.captured: expected true, got false"):
-        assert part in text
+    return console.export_text()
