@@ -390,7 +390,8 @@ class MeshWorld:
         target = self._owners.get(now.dst)
         if target is None:
             why = f"nothing has the address {now.dst}"
-            return Transit(None, now, "unreachable", fate, fate.chance, why)
+            # A UDP socket is not told: "host unreachable" is no fatal error to it (linux: net/ipv4/icmp.c, icmp_err_convert).
+            return Transit(None, now, "no-answer" if now.proto == 17 else "unreachable", fate, fate.chance, why)
         if self._is_cut(source, target):
             return Transit(None, now, silent, fate, fate.chance, f"the link between {source} and {target} is cut")
         return Transit(target, now, None, fate, fate.chance)

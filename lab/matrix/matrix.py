@@ -108,10 +108,10 @@ def _cells(world: MeshWorld, rows: Sequence[Source], columns: Sequence[Target]) 
 
 def flow(world: MeshWorld, source: Source, target: Target) -> Cell:
     """The predicted field of one flow."""
-    return predicted(world, test_of(source, target), source.name, target)
+    return predicted(world, as_test(source, target), source.name, target)
 
 
-def test_of(source: Source, target: Target) -> TrafficTest:
+def as_test(source: Source, target: Target) -> TrafficTest:
     """The flow of a field as a test that expects nothing: what ``lab explain`` asks, and what a probe can send."""
     to = FlowTo(target.host, target.port, target.protocol)
     return TrafficTest(Meta(f"{source.name} -> {target.label}"), source.flow_from(), to, {})

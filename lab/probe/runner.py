@@ -276,13 +276,13 @@ async def _far(
     ground: Ground, source: Where, flow: Flow, client: EnvoyLine | None, marks: dict[Path, int], patience: float
 ) -> Far | None:
     """What the pod that the flow reached saw of it; None if it went to no pod."""
+    local = ground.pod_of(flow.dst) == source.place  # not by a service address that leads back to where it began
     if paths.NODE in ground.observed:
         at_node = await ground.observer.flow(paths.NODE, flow.proto, flow.src, flow.sport, flow.dst, flow.dport)
         flow = join.behind_node(flow, at_node.conntrack)
     pod = ground.pod_of(flow.dst)
     if pod is None:
         return None
-    local = pod == source.place
     sighting = None
     listing = Listing()
     if pod in ground.observed:
