@@ -102,7 +102,7 @@ class Index:
         opened = self._open.get(trace.trace_id)
         if trace.flow is not None and (opened is None or _source(opened.flow) != _source(trace.flow)):
             # The kernel makes a trace's number from the packet's address and hash: NAT may change the latter.
-            opened = self._latest(trace.flow, None)
+            opened = self._passing(trace.flow, trace.iif)
             if opened is not None:
                 self._open[trace.trace_id] = opened
         if opened is None:
@@ -125,7 +125,9 @@ class Index:
     def add_legacy(self, trace: LegacyTrace) -> Flow | None:
         """Takes one line of legacy iptables; returns the flow whose evidence has grown."""
         entry = "output" if trace.hook in _OUTPUT_HOOKS else "prerouting"
-        packet = self._latest(trace.flow, None if trace.hook == "postrouting" else entry)
+        packet = (
+            self._passing(trace.flow, trace.iif) if trace.hook == "postrouting" else self._latest(trace.flow, entry)
+        )
         if (
             not self._marked
             and trace.table == "raw"
@@ -203,6 +205,11 @@ class Index:
         """The newest packet from the same source: NAT of the destination keeps that."""
         candidates = [p for p in self._by_source.get(_source(flow), []) if hook is None or p.hook == hook]
         return next((p for p in reversed(candidates) if p.flow == flow), candidates[-1] if candidates else None)
+
+    def _passing(self, flow: Flow, iif: int) -> Packet | None:
+        """The newest packet from the same source that came by an interface, or (0) was made here. On its way out both are seen:
+        over ``lo`` one packet is two, and the answer to an answer (RST) has the same source again."""
+        return self._latest(flow, "prerouting" if iif else "output") or self._latest(flow, None)
 
     def _forget(self, entry: Entry) -> None:
         for source in {_source(entry.original), _source(entry.reply.reversed())}:

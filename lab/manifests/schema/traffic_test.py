@@ -91,8 +91,9 @@ class VerdictPart(Expected, alias_generator=_verdict_key):
 
 
 class NativeRuleExpectation(VerdictPart):
-    """The same rule in the words of the native nft back end."""
+    """The same rule in the words of the native nft back end, whose table is of family ``inet``."""
 
+    family: Literal["inet"] | None = None
     table: str | None = None
     chain: str | None = None
     position: int | None = None

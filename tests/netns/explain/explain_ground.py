@@ -10,6 +10,7 @@ import ctypes
 import errno
 import itertools
 import os
+import select
 import socket
 import struct
 import subprocess
@@ -23,13 +24,14 @@ from lab.explain.packet import Host, Packet
 from lab.explain.ruleset import RuleSet
 from lab.trace import owner_table
 from lab.trace.index import Entry, Step
-from lab.trace.places import Place, attach, inside, wait_readable
+from lab.trace.places import Place, attach, inside
 from lab.trace.rules import Listing, parse_iptables_save, parse_nft_listing
 
 UIDS = (0, 1000, 1337, 2000)
 MARK = 0x539
 CAPTURE = 15006
-_FENCE_PORT = 9
+_FENCE_PROTOCOL = 0x88B5
+_FENCE_TO, _FENCE_FROM = bytes.fromhex("020000000002"), bytes.fromhex("020000000001")
 _numbers = itertools.count()
 
 HOST = Host(
@@ -79,6 +81,18 @@ def _fsuid(uid: int) -> Iterator[None]:
         libc.setfsgid(0)
 
 
+@contextmanager
+def _one_cpu() -> Iterator[None]:
+    """Keeps this thread on one CPU, so that all it sends waits in one queue."""
+    allowed = os.sched_getaffinity(0)
+    here = ctypes.CDLL(None).sched_getcpu()
+    os.sched_setaffinity(0, {here if here in allowed else min(allowed)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
 @dataclass(frozen=True)
 class Sent:
     """What the kernel said of one packet: the rules that it matched on its way out (or in), and back in over lo."""
@@ -99,8 +113,13 @@ class Ground:
     sockets: dict[tuple[int, int], socket.socket] = field(default_factory=dict)
     outside: dict[int, socket.socket] = field(default_factory=dict)
     listening: list[socket.socket] = field(default_factory=list)
+    fence_in: socket.socket = field(init=False)
+    fence_out: socket.socket = field(init=False)
     listing: Listing = field(default_factory=Listing)
     ports: Iterator[int] = field(default_factory=lambda: itertools.cycle(range(20000, 60000)))
+
+    def __repr__(self) -> str:
+        return f"the {self.backend} namespace"
 
     def run(self, *words: str, stdin: str | None = None, ns: str | None = None) -> str:
         return sh("ip", "netns", "exec", ns or self.pod, *words, stdin=stdin)
@@ -130,6 +149,12 @@ class Ground:
 
     def send(self, packets: Sequence[Packet]) -> list[Sent]:
         """Sends each packet (its source port is chosen here, see `with_port`), and gives what the kernel said of it."""
+        with _one_cpu():
+            self._send(packets)
+            self._fence()
+        return [self._said(p) for p in packets]
+
+    def _send(self, packets: Sequence[Packet]) -> None:
         for packet in packets:
             data = build(packet)
             family = socket.AF_INET6 if ":" in packet.dst else socket.AF_INET
@@ -148,32 +173,27 @@ class Ground:
                     errno.EACCES,
                 ):
                     raise
-        self._fence()
-        return [self._said(p) for p in packets]
 
     def with_port(self, packet: Packet) -> Packet:
         """The packet from a port that no other had, so that it begins a connection."""
         return packet._replace(sport=next(self.ports))
 
     def _fence(self) -> None:
-        port = next(self.ports)
-        packet = Packet(17, "127.0.0.1", "127.0.0.1", port, _FENCE_PORT, uid=0)
-        self.sockets[socket.AF_INET, 0].sendto(build(packet), ("127.0.0.1", 0)) if self._may_send(packet) else None
-        deadline = time.monotonic() + 5
-        while not self.place.index.packets("udp", "127.0.0.1", port):
-            self.place.read()
-            if self.place.index.packets("udp", "127.0.0.1", port):
+        """Waits until the kernel is through with everything that was sent before.
+
+        A frame that no rule sees, from the peer: it waits in the same queue of this CPU as the packets (net/core/dev.c: netif_rx), and
+        what the kernel says of them is written before it takes the next one.
+        """
+        number = struct.pack("!I", next(_numbers))
+        self.fence_in.send(_FENCE_TO + _FENCE_FROM + struct.pack("!H", _FENCE_PROTOCOL) + number + bytes(42))
+        deadline = time.monotonic() + 10
+        while True:
+            left = deadline - time.monotonic()
+            assert select.select([self.fence_out], [], [], max(0.0, left))[0], "the fence was not seen"
+            if self.fence_out.recv(64)[14:18] == number:
                 break
-            assert wait_readable(self.place, deadline - time.monotonic()), "the fence was not seen"
         self.place.read()
         assert not self.place.lost, "the kernel dropped events"
-
-    def _may_send(self, packet: Packet) -> bool:
-        try:
-            self.sockets[socket.AF_INET, 0].sendto(build(packet), ("127.0.0.1", 0))
-        except OSError:
-            pass
-        return False
 
     def _said(self, packet: Packet) -> Sent:
         proto = {6: "tcp", 17: "udp", 1: "icmp", 58: "icmpv6"}[packet.proto]
@@ -192,13 +212,7 @@ class Ground:
                 if (entry.reply.dst, port) != (packet.src, packet.sport):
                     moved = self.place.index.packets(proto, entry.reply.dst, port)
                     later = [p for p in moved if p.hook == "prerouting" and p.number > first.number]
-            if later:
-                # A report can come late and be put to the second of the two: its hook tells which it belongs to.
-                both = [*first.steps, *later[0].steps]
-                again = self._rules([s for s in both if self.listing.hook(s) in ("prerouting", "input")])
-                return Sent(
-                    self._rules([s for s in both if self.listing.hook(s) in ("output", "postrouting")]), again, entry
-                )
+            again = self._rules(later[0].steps) if later else None
         return Sent(self._rules(first.steps), again, entry)
 
     def _rules(self, steps: Sequence[Step]) -> tuple[tuple[str, str, int], ...]:
@@ -215,7 +229,7 @@ class Ground:
         return step.table, step.chain, self.listing.position(step) or 0
 
     def close(self) -> None:
-        for s in (*self.sockets.values(), *self.outside.values(), *self.listening):
+        for s in (*self.sockets.values(), *self.outside.values(), *self.listening, self.fence_in, self.fence_out):
             s.close()
         self.place.close()
         for name in (self.pod, self.peer):
@@ -292,9 +306,11 @@ def make(backend: str) -> Ground:
                     with _fsuid(uid):
                         ground.sockets[family, uid] = _raw(family)
                 ground.listening += [_transparent(family, kind) for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM)]
+            ground.fence_out = _frames()
         with inside(f"/run/netns/{peer}"):
             for family in (socket.AF_INET, socket.AF_INET6):
                 ground.outside[family] = _raw(family)
+            ground.fence_in = _frames()
     except BaseException:
         for name in (pod, peer):
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
@@ -306,6 +322,13 @@ def _raw(family: int) -> socket.socket:
     s = socket.socket(family, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.IPPROTO_RAW)
     if family == socket.AF_INET6:
         s.setsockopt(socket.IPPROTO_IPV6, 36, 1)  # IPV6_HDRINCL
+    return s
+
+
+def _frames() -> socket.socket:
+    """Frames of the fence's own protocol on eth0."""
+    s = socket.socket(socket.AF_PACKET, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.htons(_FENCE_PROTOCOL))
+    s.bind(("eth0", _FENCE_PROTOCOL))
     return s
 
 

@@ -80,6 +80,22 @@ def test_legacy_lines_join_by_tuple_and_hook() -> None:
     assert [s.chain for s in arrived.steps] == ["PREROUTING"]
 
 
+def test_a_packet_that_leaves_is_not_the_one_that_came_back_over_lo() -> None:
+    """SYN, then the kernel's RST to the answer: the same source and destination, while the SYN has also arrived."""
+    index = Index()
+    index.add_nft(begins(1, "output", APP))
+    index.add_nft(begins(2, "prerouting", TO_ENVOY))
+    index.add_nft(begins(3, "output", APP))
+    index.add_legacy(line("POSTROUTING", 1, "postrouting", TO_ENVOY))
+    index.add_nft(rule(4, "POSTROUTING", 7, "accept", TO_ENVOY))
+    syn, arrived, reset = index.packets("tcp", "10.0.0.1", 40000)
+    assert (syn.steps, arrived.steps) == ([], [])
+    assert [(s.chain, s.position, s.handle) for s in reset.steps] == [
+        ("POSTROUTING", 1, None),
+        ("POSTROUTING", None, 7),
+    ]
+
+
 def test_without_a_mark_the_raw_table_begins_a_packet() -> None:
     index = Index(marked=False)
     for _ in range(2):

@@ -1,0 +1,45 @@
+"""Single rule sets and packets about which evaluator and kernel, or the observer of the kernel, once did not agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import explain_disagreement as disagreement
+import pytest
+from explain_ground import CAPTURE, Ground, make
+
+from lab.explain.packet import Packet
+
+pytestmark = [pytest.mark.root, pytest.mark.timeout(60)]
+
+
+@pytest.fixture(scope="module", params=["legacy", "nft"])
+def ground(request: pytest.FixtureRequest) -> Iterator[Ground]:
+    made = make(request.param)
+    yield made
+    made.close()
+
+
+def _sent_back(address: str) -> str:
+    """TCP to anywhere else comes back to a program here, and is counted on its way out."""
+    return (
+        "*mangle\n-A POSTROUTING -p tcp\nCOMMIT\n"
+        f"*nat\n-A OUTPUT -p tcp -m tcp --dport 80 -j DNAT --to-destination {address}:{CAPTURE}\nCOMMIT\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "destination"),
+    [("10.5.0.2", "203.0.113.9"), ("fd00:5::2", "2001:db8::9"), ("::1", "::1"), ("127.0.0.1", "127.0.0.1")],
+)
+def test_a_reset_is_a_packet_of_its_own(ground: Ground, source: str, destination: str) -> None:
+    """The program answers SYN, ACK; nobody asked it, so the kernel sends RST: the same addresses and ports, out over ``lo`` again."""
+    documents = [_sent_back("10.5.0.2"), _sent_back("[fd00:5::2]")]
+    rules = ground.apply(documents)
+    packet = ground.with_port(Packet(6, source, destination, 0, 80, uid=1000, gid=1000))
+    sent = ground.send([packet])[0]
+    assert sent.first == (("nat", "OUTPUT", 1), ("mangle", "POSTROUTING", 1))
+    assert sent.again == ()
+    assert disagreement.in_the_verdict(packet, sent, rules, None) == ""
+    out = [p for p in ground.place.index.packets("tcp", source, packet.sport) if p.hook == "output"]
+    assert ["postrouting" in {ground.listing.hook(s) for s in p.steps} for p in out] == [True, True]
