@@ -585,6 +585,51 @@ def trace(
     return traced.exit_code
 
 
+@cli.command()
+@click.argument("pod")
+@click.option("-i", "--interface", default="", metavar="IF", help="eth0, lo or any (default: all of the pod).")
+@click.option("-w", "--write", "file", default="", metavar="FILE", help="Write pcapng here; - is standard output.")
+@click.option("--count", type=click.IntRange(min=1), metavar="N", help="End after N packets.")
+@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), metavar="N", help="End after N seconds.")
+@click.option("--filter", "expression", default="", metavar="EXPR", help='As tcpdump writes it: "tcp and port 8080".')
+@click.option("--lab", "lab_name", help="Which lab, if several are up.")
+@click.option("--json", "as_json", is_flag=True, help="One document with all packets, at the end.")
+def capture(
+    pod: str,
+    interface: str,
+    file: str,
+    count: int | None,
+    seconds: float | None,
+    expression: str,
+    lab_name: str | None,
+    as_json: bool,
+) -> int:
+    """Show a pod's packets, each with a comment that names its hop; with -w as a pcapng file for Wireshark.
+
+    POD may be an ExternalHost, too. Captured traffic runs over lo, behind its translation; the comments say where it was going.
+    They come from conntrack, the kernel's trace and list of sockets, the manifests and the packet itself (named in brackets), and
+    say so where something is not known. Ctrl-C ends a capture.
+    """
+    _need_root("lab capture")
+    if as_json and file == "-":
+        raise InputError("both --json and -w -", why="one standard output", next_step="Give a FILE")
+    from lab import capturing
+
+    wanted = capturing.Wanted(interface, file, count, seconds, expression)
+    kept: list[capturing.Captured] | None = [] if as_json else None
+    ended = capturing.capture(
+        _running(lab_name, pod), pod, wanted, log=lambda line: click.echo(line, err=True), keep=kept
+    )
+    if as_json:
+        packets = None if file else [p.to_json() for p in kept or ()]
+        _print_json({**ended.to_json(), "file": file or None, "packets": packets})
+    else:
+        lost = f", {ended.dropped} dropped by the kernel" if ended.dropped else ""
+        where = f" to {file}" if file not in ("", "-") else ""
+        click.echo(f"{ended.packets} packets{where}{lost}{f'; {ended.why}' if ended.why else ''}", err=True)
+    return 0
+
+
 def _headers(given: Sequence[str]) -> dict[str, str]:
     headers = {}
     for text in given:
@@ -712,6 +757,31 @@ def matrix(
         for line in table.lines(found, _width()):
             click.echo(line)
     return 0
+
+
+@cli.command()
+@click.argument("before", metavar="A")
+@click.argument("after", metavar="B")
+@click.option("--iptables", "backend", type=click.Choice(BACKENDS), default="auto", show_default=True, help="With files.")
+@click.option("--json", "as_json", is_flag=True)
+def diff(before: str, after: str, backend: Backend, as_json: bool) -> int:
+    """Predict what a change of manifests would change: flows whose verdict differs, and what would be pushed.
+
+    A and B are each a file, a directory, several of them with commas between, or the name of a running lab. Exit code 0:
+    no difference, 1: there is one, 2: bad input.
+    """
+    from lab.matrix import difference, sides
+
+    old = sides.read(before.split(","), backend)
+    new = sides.read(after.split(","), backend, previous=old.mesh)
+    found = difference.between(old, new)
+    old.save()
+    if as_json:
+        _print_json(found.to_json())
+    else:
+        for line in found.lines(_width()):
+            click.echo(line)
+    return 1 if found else 0
 
 
 def _width() -> int:

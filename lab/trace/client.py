@@ -43,6 +43,11 @@ class Client:
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._listener = asyncio.create_task(self._listen())
 
+    @property
+    def ended(self) -> asyncio.Task[None]:
+        """Done once the observer is gone, or this connection is closed."""
+        return self._listener
+
     @classmethod
     async def connect(cls, path: str) -> Client:
         """Connects to the Unix socket ``path``.
@@ -90,8 +95,12 @@ class Client:
         *,
         wait: float = 0.0,
         fence: Flow | None = None,
+        tracked: bool = False,
     ) -> Sighting:
-        """What ``place`` saw of a flow; waits up to ``wait`` seconds for it, or for ``fence``, which came later."""
+        """What ``place`` saw of a flow; waits up to ``wait`` seconds for it, or for ``fence``, which came later.
+
+        ``tracked``: wait for conntrack's word, which comes after all rules of a flow's first packet.
+        """
         answer = await self.ask(
             op="flow",
             place=place,
@@ -102,6 +111,7 @@ class Client:
             dport=dport,
             wait=wait,
             fence=flow_to_json(fence) if fence else None,
+            tracked=tracked,
         )
         return Sighting(
             packets=[packet_from_json(p) for p in answer["packets"]],

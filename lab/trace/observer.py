@@ -9,7 +9,8 @@ Questions and answers are JSON lines over a Unix socket::
     {"op": "entries", "place": ..., "since": 0, "zone": 1, "proto": "udp", "dport": 53}
 
 ``flow`` waits, at most ``wait`` seconds, until ``fence`` (another flow of that place, sent later) was seen, or without one
-until something of the flow itself was; ``dst`` and ``dport`` may be left out or null. Every answer has ``"ok"``; a wrong
+until something of the flow itself was; with ``"tracked": true`` until conntrack told of it (after all its first packet's rules).
+``dst`` and ``dport`` may be left out or null. Every answer has ``"ok"``; a wrong
 question gets ``{"ok": false, "error": ...}``.
 
 An open socket keeps a network namespace alive: a place must be detached when its pod is removed.
@@ -106,7 +107,8 @@ class Observer:
         fence_key = _key(fence) if fence else key
         deadline = asyncio.get_running_loop().time() + float(question.get("wait") or 0)
         complete = True
-        while not (place.index.packets(*fence_key) or place.index.conntrack(*fence_key)):
+        tracked = bool(question.get("tracked"))
+        while not (place.index.conntrack(*fence_key) or (not tracked and place.index.packets(*fence_key))):
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0:
                 complete = False

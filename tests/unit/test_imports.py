@@ -45,6 +45,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "lab.explaining": PACKAGES,
     "lab.dumpworld": PACKAGES,
     "lab.tracing": PACKAGES,
+    "lab.capturing": PACKAGES,
     "lab.whatif": PACKAGES,
     "lab.asking": PACKAGES,
     "lab.proofs": PACKAGES,
