@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from hypothesis.vendor.pretty import RepresentationPrinter
+
 from lab.explain import iptables_save, nft_text
 from lab.explain.packet import Host, Packet
 from lab.explain.ruleset import RuleSet
@@ -118,8 +120,8 @@ class Ground:
     listing: Listing = field(default_factory=Listing)
     ports: Iterator[int] = field(default_factory=lambda: itertools.cycle(range(20000, 60000)))
 
-    def __repr__(self) -> str:
-        return f"the {self.backend} namespace"
+    def _repr_pretty_(self, printer: RepresentationPrinter, _cycle: bool) -> None:
+        printer.text(f"the {self.backend} namespace")
 
     def run(self, *words: str, stdin: str | None = None, ns: str | None = None) -> str:
         return sh("ip", "netns", "exec", ns or self.pod, *words, stdin=stdin)

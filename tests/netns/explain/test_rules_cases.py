@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import explain_disagreement as disagreement
 import pytest
 from explain_ground import CAPTURE, Ground, make
+from explain_shrink import smallest
 
 from lab.explain.packet import Packet
 
@@ -43,3 +44,13 @@ def test_a_reset_is_a_packet_of_its_own(ground: Ground, source: str, destination
     assert disagreement.in_the_verdict(packet, sent, rules, None) == ""
     out = [p for p in ground.place.index.packets("tcp", source, packet.sport) if p.hook == "output"]
     assert ["postrouting" in {ground.listing.hook(s) for s in p.steps} for p in out] == [True, True]
+
+
+def test_a_failure_is_shrunk_to_the_rules_that_it_needs() -> None:
+    rules = [f"-A OUTPUT -p tcp --dport {port} -j RETURN" for port in range(1, 40)]
+    document = "\n".join(["*nat", ":OUTPUT ACCEPT [0:0]", *rules, "COMMIT", ""])
+    small = smallest([document, document], lambda tried: rules[6] in tried[0] and rules[30] in tried[0], 30.0)
+    assert small == [
+        "\n".join(["*nat", ":OUTPUT ACCEPT [0:0]", rules[6], rules[30], "COMMIT", ""]),
+        "\n".join(["*nat", ":OUTPUT ACCEPT [0:0]", "COMMIT", ""]),
+    ]
