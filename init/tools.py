@@ -147,7 +147,20 @@ def advice(text: str) -> str:
         return "Run as root with NET_ADMIN and NET_RAW in the pod's network namespace"
     if "chain already exists" in lowered or "file exists" in lowered:
         return "Rules of an earlier run are there: use --reconcile or --cleanup-only"
+    # Legacy iptables blames the table where it may read the kernel's lists but not change them.
+    if not _may_change_rules():
+        return "Run as root with NET_ADMIN and NET_RAW in the pod's network namespace"
     return ""
+
+
+def _may_change_rules() -> bool:
+    """Whether this thread has CAP_NET_ADMIN and CAP_NET_RAW (bits 12 and 13, capability.h); true where it cannot be told."""
+    try:
+        with open("/proc/thread-self/status") as status:
+            effective = next(int(line.split()[1], 16) for line in status if line.startswith("CapEff:"))
+    except (OSError, StopIteration):
+        return True
+    return effective >> 12 & 3 == 3
 
 
 def _read(descriptor: int) -> str:

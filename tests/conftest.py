@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 
 import pytest
 
@@ -12,6 +13,18 @@ def pytest_configure() -> None:
     # A shell starts what it puts into the background with SIGINT ignored, and every child would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def as_user() -> Callable[[int], list[str]]:
+    """The words in front of a command that runs it as that user, who may read a checkout below /root and nothing more."""
+
+    def words(user: int) -> list[str]:
+        only = "-all,+dac_read_search"
+        return ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups",
+                f"--bounding-set={only}", f"--inh-caps={only}", f"--ambient-caps={only}"]  # fmt: skip
+
+    return words
 
 
 FORKING = ("runtime", "trace", "probe", "mutations", "cli", "topologies", "explain")

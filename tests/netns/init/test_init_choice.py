@@ -9,7 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -99,10 +99,10 @@ def test_missing_ip6tables_matters_only_with_ipv6(pods: Net, tmp_path: Path) -> 
     assert "no kernel support" in run.err
 
 
-def test_without_root_there_is_one_clear_line(pods: Net) -> None:
+def test_without_root_there_is_one_clear_line(pods: Net, as_user: Callable[[int], list[str]]) -> None:
     for backend in BACKENDS:
         done = subprocess.run(
-            ["nsenter", f"--net=/run/netns/{pods.pod.name}", "setpriv", "--reuid=1000", "--regid=1000", "--clear-groups",
+            ["nsenter", f"--net=/run/netns/{pods.pod.name}", *as_user(1000),
              sys.executable, "-m", "init", "--ipv6=off", "-u", "1337", QUIET, f"--backend={backend}"],
             capture_output=True, text=True, check=False, cwd=ROOT,
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
@@ -10,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -190,9 +192,9 @@ def test_every_process_carries_the_mark(small: lifecycle.Lab) -> None:
     assert pids <= set(marked(lab_id))
 
 
-def lab_command(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+def lab_command(*arguments: str, front: Sequence[str] = (), **options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "lab", *arguments],
+        [*front, sys.executable, "-m", "lab", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -342,10 +344,32 @@ def fifo(name: str) -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-def test_interrupt_while_manifests_are_read_leaves_nothing(name: str, fifo: Path) -> None:
+@contextmanager
+def leased(file: Path) -> Iterator[Callable[[], None]]:
+    """A file that others wait for when they open it (fcntl(2), leases); gives what waits until somebody does."""
+    ours, theirs = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    before = signal.signal(signal.SIGIO, lambda *_: None), signal.set_wakeup_fd(theirs)
+
+    def wanted() -> None:
+        assert select.select([ours], [], [], 30)[0], "nobody opens the file"
+
+    try:
+        with file.open("r+") as held:
+            fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            yield wanted
+    finally:
+        signal.set_wakeup_fd(before[1])
+        signal.signal(signal.SIGIO, before[0])
+        os.close(ours)
+        os.close(theirs)
+
+
+def test_interrupt_while_manifests_are_read_leaves_nothing(name: str, tmp_path: Path) -> None:
     """The lab's processes have been started by then."""
-    up = subprocess.Popen([sys.executable, "-m", "lab", "up", str(fifo), "--name", name], cwd=ROOT)
-    with fifo.open("w"):  # opens once the command reads
+    file = manifests(tmp_path, PLAIN % "[sleep, '1000']")
+    with leased(Path(file)) as wanted:
+        up = subprocess.Popen([sys.executable, "-m", "lab", "up", file, "--name", name], cwd=ROOT)
+        wanted()
         (supervisor,) = map(int, Path(f"/proc/{up.pid}/task/{up.pid}/children").read_text().split())
         pidfd = os.pidfd_open(supervisor)
         up.send_signal(signal.SIGINT)
@@ -481,8 +505,8 @@ def test_labs_side_by_side_do_not_touch_each_other(name: str, tmp_path: Path, sm
     assert all(pod["ready"] for pod in small.inspect()["pods"])
 
 
-def test_without_root_there_is_one_line(tmp_path: Path) -> None:
-    done = lab_command("up", str(ROOT / "topologies/quickstart.yaml"), user=1000, group=1000)
+def test_without_root_there_is_one_line(as_user: Callable[[int], list[str]]) -> None:
+    done = lab_command("up", str(ROOT / "topologies/quickstart.yaml"), front=as_user(1000))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
     assert "root" in done.stderr
