@@ -142,18 +142,10 @@ class Captioner:
         if envoys and self.names.get(flow.dst if outward else flow.src, "").split(" ")[0] in ("pod", "external", ""):
             far = f"endpoint {far}"
         near = str(here) if here else self._end(*((flow.src, flow.sport) if outward else (flow.dst, flow.dport)))
+        passed = "" if c.unknown else f": not captured{f' by {c.rule}' if c.rule else ''}"
         if outward:
-            text = f"{near} -> {far}"
-            return (
-                f"{text}: answers"
-                if back
-                else f"{text}: not captured{f' by {c.rule}' if c.rule else ''}"
-                if not envoys
-                else text
-            )
-        if back:
-            return f"{far} -> {near}: answers"
-        return f"inbound: {far} -> {near}, port {flow.dport}: not captured{f' by {c.rule}' if c.rule else ''}"
+            return f"{near} -> {far}{': answers' if back else '' if envoys else passed}"
+        return f"{far} -> {near}: answers" if back else f"inbound: {far} -> {near}, port {flow.dport}{passed}"
 
     def _client(self, c: Connection, original: Flow) -> str:
         return str(c.client) if c.client else f"{written(original.src, original.sport)} (its process is not known)"
