@@ -117,6 +117,4 @@ def configure(options: LogOptions) -> None:
     if everything is None:
         for scope, level in levels.items():
             logging.getLogger(scope).setLevel(level)
-    # These libraries log their own start-up and every request at info.
-    for noisy in ("aiohttp.access", "aiohttp.server", "asyncio"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("asyncio").setLevel(logging.WARNING)  # it logs its own start-up

@@ -120,7 +120,7 @@ def _speaker(config: EchoConfig, port: EchoPort, log: EventLog) -> ProtocolFacto
 
     if port.protocol in ("tcp", "tls"):
         return tcp
-    from lab.apps.web import HTTPEcho  # aiohttp is loaded only where HTTP is spoken
+    from lab.apps.web import HTTPEcho  # h11 is loaded only where HTTP is spoken
 
     http = HTTPEcho(config, log, port.protocol)
     if port.protocol == "auto":

@@ -5,14 +5,17 @@ Source of the paths and shapes: istio/istio: pilot/pkg/xds/debug.go.
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import socket
+from collections.abc import Callable
+from urllib.parse import parse_qsl
 
-from aiohttp import web
-
+from agent.http import Request, Response, Server, text_response
 from lab.discovery import debug
 from lab.discovery.ads import DiscoveryServer
 
 VERSION = "1.32-lab"
+DEBUG = "/debug/"
 
 
 class HttpServers:
@@ -20,49 +23,48 @@ class HttpServers:
 
     def __init__(self, server: DiscoveryServer) -> None:
         self._server = server
-        self._runners: list[web.AppRunner] = []
+        self._listening: list[Server] = []
+        self._pages: dict[str, Callable[[], Response]] = {
+            "/ready": lambda: Response(200),
+            "/version": lambda: text_response(200, VERSION),
+            "/metrics": self._metrics,
+        }
 
     async def listen(self, host: str, port: int) -> int:
         """Serves on host:port; returns the bound port. Raises OSError if it is taken."""
-        app = web.Application()
-        app.add_routes(
-            [
-                web.get("/ready", self._ready),
-                web.get("/metrics", self._metrics),
-                web.get("/version", self._version),
-                web.get("/debug/{name}", self._debug),
-                web.get("/debug", self._debug),
-            ]
-        )
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        self._runners.append(runner)
-        site = web.TCPSite(runner, host, port)
-        await site.start()
-        bound: int = runner.addresses[0][1]
-        return bound
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        sock = socket.create_server((host, port), family=family, backlog=128)
+        server = Server(self._answer)
+        await server.start(sock)
+        self._listening.append(server)
+        return int(sock.getsockname()[1])
 
     async def close(self) -> None:
-        for runner in self._runners:
-            await runner.cleanup()
+        for server in self._listening:
+            await server.stop()
 
-    async def _ready(self, _request: web.Request) -> web.Response:
-        return web.Response()
+    async def _answer(self, request: Request) -> Response:
+        path = request.path
+        is_debug = path == "/debug" or (path.startswith(DEBUG) and "/" not in path.removeprefix(DEBUG))
+        page = self._pages.get(path)
+        if page is None and not is_debug:
+            return text_response(404, "404: Not Found")
+        if request.method not in ("GET", "HEAD"):
+            return text_response(405, "405: Method Not Allowed", ("Allow", "GET,HEAD"))
+        return page() if page is not None else self._debug(request)
 
-    async def _version(self, _request: web.Request) -> web.Response:
-        return web.Response(text=VERSION)
-
-    async def _metrics(self, _request: web.Request) -> web.Response:
+    def _metrics(self) -> Response:
         metrics = self._server.metrics
         metrics.gauge("pilot_info", 1, version=VERSION)
-        return web.Response(body=metrics.exposition(), headers={"Content-Type": "text/plain; version=0.0.4"})
+        return Response(200, metrics.exposition(), (("Content-Type", "text/plain; version=0.0.4"),))
 
-    async def _debug(self, request: web.Request) -> web.Response:
-        name = request.match_info.get("name", "list")
+    def _debug(self, request: Request) -> Response:
+        name = request.path.removeprefix("/debug").removeprefix("/") or "list"
         try:
-            answer: Any = debug.answer(self._server, name, request.query)
+            answer = debug.answer(self._server, name, dict(parse_qsl(request.query)))
         except LookupError as e:
-            return web.Response(status=404, text=f"{e}\n")
+            return text_response(404, f"{e}\n")
         except ValueError as e:
-            return web.Response(status=400, text=f"{e}\n")
-        return web.json_response(answer)
+            return text_response(400, f"{e}\n")
+        body = json.dumps(answer).encode()
+        return Response(200, body, (("Content-Type", "application/json; charset=utf-8"),))

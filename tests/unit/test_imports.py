@@ -178,7 +178,7 @@ def test_a_packages_own_file_resolves_relative_imports_from_itself() -> None:
     ]
 
 
-HEAVY = ("scapy", "docker", "grpc", "pyroute2", "iptc", "aiohttp", "pydantic", "uvloop", "cryptography", "dns")
+HEAVY = ("scapy", "docker", "grpc", "pyroute2", "iptc", "h11", "pydantic", "uvloop", "cryptography", "dns")
 
 
 @pytest.mark.parametrize("module", ["lab.cli", "lab.fabric.record", "init.cli"])

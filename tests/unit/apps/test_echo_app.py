@@ -196,6 +196,51 @@ def test_head_has_no_body(app: Running) -> None:
     assert get(app, "/", method="HEAD") == (200, b"")
 
 
+def test_pipelined_requests_are_answered_in_turn_also_behind_one_that_waits(app: Running) -> None:
+    with connect(app, "http") as sock:
+        sock.sendall(
+            b"".join(f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode() for path in ("/delay/0.1", "/b", "/c"))
+        )
+        sock.shutdown(socket.SHUT_WR)  # the client has said all, and listens on
+        answers = sock.makefile("rb").read().decode()
+    seen = [json.loads(text) for text in answers.splitlines() if text.startswith("{")]
+    assert [s["path"] for s in seen] == ["/delay/0.1", "/b", "/c"]
+
+
+def test_body_is_asked_for_and_counted(app: Running) -> None:
+    with connect(app, "http") as sock:
+        sock.sendall(b"PUT / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nExpect: 100-continue\r\n\r\n")
+        stream = sock.makefile("rb")
+        assert stream.readline() == b"HTTP/1.1 100 Continue\r\n"
+        assert stream.readline() == b"\r\n"
+        sock.sendall(b"3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n")
+        sock.shutdown(socket.SHUT_WR)
+        assert json.loads(stream.read().partition(b"\r\n\r\n")[2])["received"] == 5
+
+
+def test_interim_status_comes_before_the_answer(app: Running) -> None:
+    with connect(app, "http") as sock:
+        sock.sendall(b"GET /status/103 HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        interim, final, _ = sock.makefile("rb").read().split(b"\r\n\r\n")
+    assert interim.startswith(b"HTTP/1.1 103 ")
+    assert final.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(
+    ("raw", "status"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: x\r\n\r\n", 400),
+        (b"GET / HTTP/1.0\r\n\r\n", 200),
+    ],
+)
+def test_old_and_bad_requests_are_answered_and_end_the_connection(app: Running, raw: bytes, status: int) -> None:
+    with connect(app, "http") as sock:
+        sock.sendall(raw)
+        answer = sock.makefile("rb").read()
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+
+
 def trusting(app: Running, *alpn: str) -> ssl.SSLContext:
     context = ssl.create_default_context()
     context.load_verify_locations(cadata=ssl.get_server_certificate(("127.0.0.1", app.ports["https"])))
