@@ -365,6 +365,10 @@ class MeshWorld:
             self._envoys[name] = made
         return self._envoys[name]
 
+    def resources(self, pod: Pod) -> Resources:
+        """What discovery has for a pod's proxy, whatever the proxy itself has now."""
+        return self._push.resources(pod)
+
     # --- between places ---------------------------------------------------------------------
 
     def transit(self, packet: Packet, source: str) -> tuple[Transit, ...]:

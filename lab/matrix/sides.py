@@ -39,7 +39,7 @@ def read(what: Sequence[str], backend: Backend = "auto", previous: Mesh | None =
 
     Args:
         backend: of the rules, for manifests.
-        previous: what is in both keeps the addresses that it has there, as in a lab that is changed.
+        previous: manifests are read as news to this one: its name stays, and the addresses of what is in both.
 
     Raises:
         InputError: neither a file nor a lab, or bad manifests, or a running lab without being root.
@@ -57,7 +57,7 @@ def read(what: Sequence[str], backend: Backend = "auto", previous: Mesh | None =
     if previous is not None:
         from lab.manifests.load import load
 
-        return Side(", ".join(what), MeshWorld(load(what, previous=previous), backend))
+        return Side(", ".join(what), MeshWorld(load(what, previous.name, previous), backend))
     from lab.memory import Memory
 
     memory = Memory.of(what)

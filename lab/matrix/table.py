@@ -28,6 +28,8 @@ _MEANING: Mapping[How, str] = {
     "undecided": "undecided, varies: not known from here, or not the same each time",
 }
 _GAP = "  "
+_FEW = 6
+"""How many sources of a wide matrix are named although "all others" would say the same."""
 
 
 def lines(found: Matrix, width: int) -> Iterator[str]:
@@ -96,17 +98,27 @@ def groups(rows: Sequence[tuple[Target, Sequence[Cell]]], width: int) -> Iterato
         alike: dict[str, list[Cell]] = {}
         for cell in cells:
             alike.setdefault(cell.told, []).append(cell)
-        for text, same in alike.items():
+        most = max(alike.values(), key=len)
+        rest = most if len(most) > _FEW else None
+        for text, same in sorted(alike.items(), key=lambda entry: entry[1] is rest):
             indent = 2 + max(len(text), 12) + len(_GAP)
             if indent > width // 2:
                 indent = 6
-            who = textwrap.wrap(", ".join(c.source for c in same), max(width - indent, 20), break_long_words=False)
+            named = _all([c.source for c in same], len(cells), others=same is rest)
+            who = textwrap.wrap(named, max(width - indent, 20), break_long_words=False, break_on_hyphens=False)
             head = f"  {_coloured(same[0], text.ljust(12))}{_GAP}"
             if indent == 6:
                 yield head.rstrip()
             else:
                 yield head + who.pop(0)
             yield from (" " * indent + line for line in who)
+
+
+def _all(names: Sequence[str], of: int, *, others: bool) -> str:
+    """The names; where they are everybody, or all that the lines before do not name, that is said instead."""
+    if len(names) == of and of > 1:
+        return f"all {of}"
+    return f"all others ({len(names)})" if others else ", ".join(names)
 
 
 def _coloured(cell: Cell, text: str) -> str:

@@ -15,7 +15,7 @@ from lab.errors import InputError
 from lab.explain.packet import endpoint
 from lab.manifests.model import ExternalHost, FlowProtocol, Mesh, Protocol, Service, ServiceEntry
 
-Kind = Literal["service", "pod", "external"]
+Kind = Literal["service", "pod", "external", "test"]
 Key = tuple[Kind, str, int, bool]
 """What a target is known by in two meshes: kind, name, port, whether it is UDP."""
 
@@ -32,7 +32,7 @@ _DECLARED: Mapping[Protocol, FlowProtocol] = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One port of something. ``host`` is what a client asks for: a name, or a pod's address.
+    """One port of something. ``host`` is what a client asks for: a name, or a pod's address. Kind ``test``: a TrafficTest asks for it.
 
     ``name`` is ``NAME.NAMESPACE`` of a service or pod, the host of anything else. ``declared``: a ServiceEntry has this host
     and port; None for what is no host outside.

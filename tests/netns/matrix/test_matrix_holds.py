@@ -15,7 +15,7 @@ from lab.explaining import MeshWorld
 from lab.manifests.load import load
 from lab.manifests.model import Mesh
 from lab.matrix.cells import Cell, cell
-from lab.matrix.matrix import Matrix, matrix, sources, as_test
+from lab.matrix.matrix import Matrix, as_test, matrix, sources
 from lab.matrix.sides import read
 from lab.probe import runner
 from lab.verdict import Verdict
