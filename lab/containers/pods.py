@@ -200,6 +200,8 @@ class Pod:
             self._bury(process)
         else:
             self._loop.add_reader(pidfd, self._ends, process)
+            if spec.argv and not spec.notify:  # the engine would have said otherwise
+                process.ready.set_result(None)
         return process
 
     async def run(self, spec: ProcessSpec) -> int:

@@ -43,12 +43,13 @@ def read_bytes(file: str | Path, limit: int, *, pipe: bool = False) -> bytes:
         InputError: it is something else, it cannot be read, or it holds more than ``limit`` bytes.
     """
     try:
+        mode = os.stat(file).st_mode
+        if not (stat.S_ISREG(mode) or (pipe and stat.S_ISFIFO(mode))):
+            what = next((name for is_it, name in _KINDS if is_it(mode)), "no regular file")
+            raise InputError("not a file", str(file), f"it is {what}", "Name a regular file.")
         # Without O_NONBLOCK the open of a pipe waits for somebody to write to it (fifo(7)).
-        with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
-            mode = os.fstat(opened.fileno()).st_mode
-            if not (stat.S_ISREG(mode) or (pipe and stat.S_ISFIFO(mode))):
-                what = next((name for is_it, name in _KINDS if is_it(mode)), "no regular file")
-                raise InputError("not a file", str(file), f"it is {what}", "Name a regular file.")
+        flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_NONBLOCK if stat.S_ISFIFO(mode) else 0)
+        with os.fdopen(os.open(file, flags), "rb") as opened:
             os.set_blocking(opened.fileno(), True)
             data = opened.read(limit + 1)
     except (OSError, ValueError) as error:  # ValueError: a name with a null byte

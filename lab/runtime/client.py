@@ -66,7 +66,7 @@ class Process:
         return not self.exited.done()
 
     async def wait_ready(self) -> None:
-        """Until it said READY=1.
+        """Until it said READY=1, or, of a program that says nothing, until it runs.
 
         Raises:
             Ended: it ended first.

@@ -4,7 +4,7 @@ It is process 1 of the place's pid namespace, so its end ends all others in it. 
 orders dies: a mesh outlasts its supervisor until it is taken down.
 
 Orders, one message each: ``{"op": "spawn", "process": {...}}``. Reports: ``up``; ``started`` with a pidfd;
-``ready`` (the process said READY=1); ``exited`` with a ``code`` (128+n for signal n); ``failed`` with an ``error``.
+``ready`` (the process said READY=1, or its program runs: exec(2) succeeded); ``exited`` with a ``code`` (128+n for signal n); ``failed`` with an ``error``.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ class Keeper:
         self._mark = {paths.ENV_MARK: os.environ[paths.ENV_MARK]} if paths.ENV_MARK in os.environ else {}
         self._running: dict[int, str] = {}
         self._notify: dict[int, tuple[str, socket.socket]] = {}
+        self._execs: dict[int, str] = {}
+        """Pipes of programs that are about to run; exec(2) closes their other ends."""
         self._poll = select.poll()
         self._wake, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         spawn.reset_signals()
@@ -89,6 +91,8 @@ class Keeper:
                     self._obey()
                 elif fd in self._notify:
                     self._notified(fd)
+                elif fd in self._execs:
+                    self._executed(fd)
 
     def _obey(self) -> None:
         received = channel.receive(self._control)
@@ -102,6 +106,8 @@ class Keeper:
             self._spawn(ProcessSpec.from_json(order["process"]))
 
     def _spawn(self, spec: ProcessSpec) -> None:
+        program = bool(spec.argv) and not spec.notify
+        ours, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) if program else (-1, -1)
         try:
             env = {**spec.env, **self._mark}
             if spec.notify:
@@ -109,15 +115,21 @@ class Keeper:
             spec = replace(spec, env=env)
             pid = os.fork()
         except OSError as e:
+            for fd in {ours, theirs} - {-1}:
+                os.close(fd)
             self._report({"event": "failed", "name": spec.name, "error": str(e)})
             return
         if pid == 0:
             try:
                 self._forget()
-                spawn.become(spec)
+                spawn.become(spec, theirs)
             finally:
                 os._exit(70)
         self._running[pid] = spec.name
+        if program:
+            os.close(theirs)
+            self._execs[ours] = spec.name
+            self._poll.register(ours, select.POLLIN)
         fd = os.pidfd_open(pid)  # our own child, not reaped yet: the number is its
         self._report({"event": "started", "name": spec.name, "pid": pid}, fd)
         os.close(fd)
@@ -142,6 +154,15 @@ class Keeper:
         if b"READY=1" in message.splitlines():
             self._report({"event": "ready", "name": name})
 
+    def _executed(self, fd: int) -> None:
+        """The pipe of a program has ended, or has a byte: then the program could not be run."""
+        name = self._execs.pop(fd)
+        failed = os.read(fd, 1)
+        self._poll.unregister(fd)
+        os.close(fd)
+        if not failed:
+            self._report({"event": "ready", "name": name})
+
     def _reap(self) -> None:
         """Its own children, and those that lost their parent: they become children of process 1."""
         while True:
@@ -154,6 +175,8 @@ class Keeper:
             name = self._running.pop(pid, None)
             if name is not None:
                 self._stop_listening(name)
+                for fd in [fd for fd, owner in self._execs.items() if owner == name]:
+                    self._executed(fd)
                 self._report({"event": "exited", "name": name, "pid": pid, "code": code_of(status)})
 
     def _stop_listening(self, name: str) -> None:

@@ -59,30 +59,36 @@ class ProcessSpec:
         )
 
 
-def become(spec: ProcessSpec) -> NoReturn:
+def become(spec: ProcessSpec, told: int = -1) -> NoReturn:
     """Turns the calling, just forked child into the process; never returns.
 
     Every descriptor but the three standard ones is closed, so nothing of its parent stays open in it. Exit codes: the
     function's own (None is 0), 1 with a traceback in the log for an exception; 126 and 127 as a shell's for a program
     that cannot be started or is not there.
+
+    Args:
+        told: a pipe that a program's exec(2) closes, and that gets a byte if there is none.
     """
     code = 70
     try:
         os.setsid()
         reset_signals(exec_next=bool(spec.argv))
-        kernel.close_all_but((0, 1, 2))
+        kernel.close_all_but((0, 1, 2, told) if told >= 0 else (0, 1, 2))
         _open_standard_streams(spec)
         _write_quietly("/proc/self/oom_score_adj", str(_OOM_SCORE))
         kernel.name_process(spec.name)
         os.umask(0o022)
         spec.identity.apply()
-        os.chdir(spec.cwd)
-        code = _exec(spec) if spec.argv else _call(spec)
+        code = 0 if _change_directory(spec.cwd) else 126
+        if not code:
+            code = _exec(spec) if spec.argv else _call(spec)
     except BaseException:
         code = 1
         traceback.print_exc()
     finally:
         _flush()
+        if told >= 0:
+            os.write(told, b"!")
         os._exit(code)
 
 
@@ -129,6 +135,15 @@ def exit_code(end: SystemExit) -> int:
         return end.code or 0
     print(end.code, file=sys.stderr)  # noqa: T201
     return 1
+
+
+def _change_directory(path: str) -> bool:
+    try:
+        os.chdir(path)
+    except OSError as e:
+        os.write(2, f"working directory {path}: {e.strerror}\n".encode())
+        return False
+    return True
 
 
 def _exec(spec: ProcessSpec) -> int:

@@ -6,7 +6,7 @@ Entry points of higher rooms go by name; the zygote imports them.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -156,15 +156,22 @@ def apps(mesh: Mesh, pod: Pod) -> tuple[ProcessSpec, ...]:
 
     The first is called ``app``, others by their container's name.
     """
-    specs: list[ProcessSpec] = []
     echoing = [c for c in pod.containers if not c.command]
+    return tuple(
+        _command(pod, container, name) if container.command else _echo_app(mesh, pod, echoing, name)
+        for name, container in containers(pod).items()
+    )
+
+
+def containers(pod: Pod) -> dict[str, Container]:
+    """The containers of a pod by the name of their process; the first that echoes stands for all that do."""
+    found: dict[str, Container] = {}
+    echoes = False
     for container in pod.containers:
-        name = "app" if not specs else _name(container, specs)
-        if container.command:
-            specs.append(_command(pod, container, name))
-        elif container is echoing[0]:
-            specs.append(_echo_app(mesh, pod, echoing, name))
-    return tuple(specs)
+        if container.command or not echoes:
+            found["app" if not found else _name(container, found)] = container
+            echoes = echoes or not container.command
+    return found
 
 
 def pod_files(pod: Pod) -> tuple[Owner, ...]:
@@ -208,8 +215,8 @@ def _app_env(hostname: str, container: Container | None = None) -> dict[str, str
     }
 
 
-def _name(container: Container, others: Sequence[ProcessSpec]) -> str:
-    taken = {spec.name for spec in others} | {"init", "agent"}
+def _name(container: Container, others: Iterable[str]) -> str:
+    taken = {*others, "init", "agent"}
     return container.name if container.name not in taken else f"app-{container.name}"
 
 

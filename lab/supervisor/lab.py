@@ -10,20 +10,21 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lab.containers import pods as contained
-from lab.errors import InputError, LabError
+from lab.errors import InputError, LabError, shortened
 from lab.fabric import paths, record
 from lab.fabric.record import Record
 from lab.manifests import stored
@@ -42,6 +43,7 @@ _GRACE = 30.0  # seconds a drain may take: Kubernetes' terminationGracePeriodSec
 _KEPT_EVENTS = 1000
 _SETTLE = 1.0  # seconds that proxies may take to answer what they were sent last, once they are ready
 _REJECTION_PAUSE = 1.0  # seconds between looks at what was rejected: discovery does not say so by itself
+_STEADY = 0.5  # seconds that a container's command must run at least; Kubernetes would restart it, for ever
 _HEALTH_PORT = 15021
 _HEALTH_PAUSE = 0.02
 
@@ -119,6 +121,7 @@ class Supervisor:
         finally:
             services.cancel()
         await self._tell_nacks()
+        self._check_running(self._pods.values())
         self._keeping = asyncio.create_task(self._credentials.keep(self._meshed, self._not_renewed))
         self._zygote.gone.add_done_callback(lambda _: self._zygote_ended())
         self._log.write("ready", True, pods=len(self._pods), iptables=self._backend, seconds=f"{self._seconds():.2f}")
@@ -191,6 +194,33 @@ class Supervisor:
                 raise LabError(f"the lab was not ready after {limit:g} s", why="discovery is not") from None
             late = next(r for r in everything if not r.ready)
             raise await self._not_ready(late, f"after {limit:g} s {late.reason}") from None
+        self._check_running(everything)
+
+    def _check_running(self, these: Iterable[Running]) -> None:
+        """Raises InputError if a container of one of them has ended, whatever its exit code."""
+        for running in these:
+            for process in running.place.processes.values() if running.place is not None else ():
+                if process.spec.argv and not process.running:
+                    raise self._container_ended(running, process)
+
+    def _container_ended(self, running: Running, process: Process) -> InputError:
+        """Why a pod cannot be ready: a container's command could not be run, or did not go on running."""
+        assert running.pod is not None
+        container = workload.containers(running.pod)[process.name]
+        last = last_error(self._log_of(running, process.name))
+        if process.ready.done():
+            command, status = shortened(shlex.join(process.spec.argv), 120), _status(process.exited.result())
+            why = f"{command} ended with {status}{f': {last}' if last else ', without a word'}"
+            next_step = "A container's command must go on running. Correct it, or leave it out for the echo app."
+        else:
+            why = f"it cannot be started: {last}"
+            next_step = "Correct its command, or leave it out for the echo app."
+        return InputError(
+            f'pod {running.name} did not become ready: container "{container.name}"',
+            str(running.pod.meta.source),
+            why,
+            next_step,
+        )
 
     async def _unless_rejected(self, starting: Coroutine[Any, Any, None]) -> None:
         """Ends the wait for pods when one of them cannot become ready any more.
@@ -245,16 +275,20 @@ class Supervisor:
         await self._start_process(running, workload.external_app(host))
 
     async def _start_process(self, running: Running, spec: ProcessSpec) -> Process:
-        """Starts a process and waits until it is ready, or for what says nothing, until it has started."""
+        """Starts a process and waits until it is ready; a container's command must then go on running for a moment."""
         assert running.place is not None
         process = await running.place.spawn(spec)
         running.expected.add(spec.name)
-        if spec.notify:
-            try:
-                await process.wait_ready()
-            except Ended as ended:
+        try:
+            await process.wait_ready()
+            if spec.argv:
+                await asyncio.wait([process.exited], timeout=_STEADY)
+        except Ended as ended:
+            if not spec.argv:
                 log = self._log_of(running, spec.name)
                 raise await self._not_ready(running, f"{spec.name}: {_why(log, ended.code)}") from None
+        if spec.argv and not process.running:
+            raise self._container_ended(running, process)
         return process
 
     async def _start_place(self, spec: PlaceSpec) -> Place:
@@ -728,6 +762,14 @@ def _command(pid: str) -> str:
     with suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip()
     return ""
+
+
+def _status(code: int) -> str:
+    """An exit code, or the signal that it stands for (128 and its number, as a shell has it)."""
+    try:
+        return signal.Signals(code - 128).name
+    except ValueError:
+        return str(code)
 
 
 def _why(log: Path, code: int) -> str:
