@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
+from click.core import ParameterSource
 
 from lab.errors import InputError, LabError, ObservationError
 
@@ -111,7 +112,24 @@ def _need_root(what: str) -> None:
         )
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Command(click.Command):
+    """A verb that takes no empty words: what a shell makes of an unset variable means nothing to any of them."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        for parameter in self.params:
+            name = parameter.name or ""
+            value = ctx.params.get(name)
+            empty = "" in value if isinstance(value, tuple) else value == ""
+            if empty and name != "command" and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+                raise click.UsageError(f"empty value for {parameter.get_error_hint(ctx)}", ctx)
+        return super().invoke(ctx)
+
+
+class _Group(click.Group):
+    command_class = _Command
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="sidecarlab", prog_name="lab")
 def cli() -> None:
     """An Istio-style sidecar mesh on one Linux machine, with packets as proof of where every connection goes."""
@@ -308,7 +326,7 @@ def inspect(name: str | None, as_json: bool) -> int:
     """Show what runs in a lab: pods, addresses, readiness, pids, rejected configuration."""
     from lab import lifecycle
 
-    info = lifecycle.inspect(_running(name))
+    info = lifecycle.inspect(_running(name, how="Write `lab inspect NAME`"))
     if as_json:
         _print_json(info)
     else:
@@ -318,8 +336,8 @@ def inspect(name: str | None, as_json: bool) -> int:
     return 0
 
 
-def _running(name: str | None, pod: str | None = None) -> str:
-    """The name of a running lab: as given, or the only one (that has the pod)."""
+def _running(name: str | None, pod: str | None = None, how: str = "Add --lab NAME") -> str:
+    """The name of a running lab: as given, or the only one (that has the pod). ``how`` a user says which one is meant."""
     from lab.fabric import record
 
     labs = [lab for lab in record.list_labs() if lab.state == "running"]
@@ -337,10 +355,17 @@ def _running(name: str | None, pod: str | None = None) -> str:
     if pod and len(names) > 1:
         from lab import lifecycle
 
-        names = [n for n in names if lifecycle.stored_mesh(n).pod(pod)]
+        up, names = names, [n for n in names if _has(lifecycle.stored_mesh(n), pod)]
+        if not names:
+            why = f"none of the labs has it: {', '.join(up)}"
+            raise InputError(f"no pod {pod!r}", why=why, next_step="See `lab inspect NAME`")
     if len(names) != 1:
-        raise InputError("which lab?", why=f"up: {', '.join(lab.name for lab in labs)}", next_step="Add --lab NAME")
+        raise InputError("which lab?", why=f"up: {', '.join(names)}", next_step=how)
     return names[0]
+
+
+def _has(mesh: Mesh, place: str) -> bool:
+    return mesh.pod(place) is not None or any(host.meta.name == place for host in mesh.external_hosts)
 
 
 @cli.command("exec", context_settings={"ignore_unknown_options": True})

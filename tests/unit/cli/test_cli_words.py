@@ -1,0 +1,74 @@
+"""Empty words, and a lab that has to be named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lab import cli, lifecycle
+from lab.fabric import record
+from lab.fabric.record import LabInfo
+from lab.manifests.load import load_text
+
+POD = """
+apiVersion: v1
+kind: Pod
+metadata: {name: %s, namespace: shop}
+spec: {containers: [{name: app}]}
+"""
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("validate", ""),
+        ("up", "a.yaml", "--name", ""),
+        ("verify", "a.yaml", "--junit", ""),
+        ("verify", ""),
+        ("down", ""),
+        ("explain", "--from", "a.a", "--to", "", "-f", "a.yaml"),
+        ("explain", "--to", "b", "-f", ""),
+        ("proxy-config", "", "-f", "a.yaml"),
+    ],
+    ids=" ".join,
+)
+def test_an_empty_word_is_wrong_use(args: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(args) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("error: empty value for ")
+    assert line.endswith(f". See `lab {args[0]} --help`\n")
+    assert line.count("\n") == 1
+
+
+def test_an_empty_word_may_be_part_of_a_command() -> None:
+    parsed = cli.cli.commands["exec"].make_context("exec", ["a.b", "--", "printf", ""])
+    assert parsed.params["command"] == ("printf", "")
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two labs seem to be up, each with a pod of its own and one that both have."""
+    labs = [LabInfo(name, "", Path("/run/sidecarlab") / name, "running", 1) for name in ("one", "two")]
+    meshes = {n: load_text(POD % n + "---" + POD % "both", name=n) for n in ("one", "two")}
+    monkeypatch.setattr(record, "list_labs", lambda: labs)
+    monkeypatch.setattr(lifecycle, "stored_mesh", meshes.__getitem__)
+    monkeypatch.setattr(cli, "_need_root", lambda _what: None)
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (("inspect",), "error: which lab?: up: one, two. Write `lab inspect NAME`"),
+        (("exec", "both.shop", "id"), "error: which lab?: up: one, two. Add --lab NAME"),
+        (
+            ("exec", "none.shop", "id"),
+            "error: no pod 'none.shop': none of the labs has it: one, two. See `lab inspect NAME`",
+        ),
+        (("inspect", "three"), "error: no lab 'three' is up: up: one, two. See `lab ls`, or `lab up FILE`"),
+    ],
+)
+def test_a_lab_that_must_be_named(args: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(args) == 2
+    assert capsys.readouterr().err == f"{line}\n"
