@@ -742,10 +742,11 @@ def proxy_config(
 )
 def graph(what: tuple[str, ...], output: str) -> int:
     """Draw a mesh."""
+    from lab import explaining
     from lab import graph as drawing
 
     mesh = _mesh_of(what)
-    click.echo(drawing.render(mesh, output))
+    click.echo(drawing.render(mesh, explaining.predict_all(mesh), output))
     return 0
 
 

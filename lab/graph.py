@@ -1,7 +1,8 @@
 """The picture of a mesh: Mesh -> nodes and edges -> Mermaid, Graphviz or a page. Pure, but for ``svg``, which runs ``dot``.
 
 Namespaces are groups. A Service points at the pods that it selects, an ExternalName at what it is another name for, a ServiceEntry at
-the machines outside that have its hosts; a dashed edge is what TrafficTests send.
+the machines outside that have its hosts. A dashed edge is what TrafficTests send, and leads where their predicted verdicts say: to the
+Service or ServiceEntry whose cluster has the flow, else to whatever has the address. One that ends in a cross does not get there.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lab.errors import InputError
+from lab.manifests.injection import init_env
 from lab.manifests.model import ExternalHost, Mesh, Pod, Service, ServiceEntry, Sidecar, TrafficTest
+from lab.verdict import Verdict
 
 NodeKind = Literal["pod", "meshed-pod", "service", "service-entry", "external-host", "unknown-host"]
-EdgeKind = Literal["selects", "alias", "declares", "test"]
+EdgeKind = Literal["selects", "alias", "declares", "test", "fails"]
+"""``fails`` is a test whose flow does not work."""
 
 OUTSIDE = "outside the mesh"
 _DOT_SECONDS = 60.0
@@ -61,22 +65,23 @@ class Graph:
     edges: tuple[Edge, ...]
 
 
-def graph(mesh: Mesh) -> Graph:
-    """The picture's content."""
-    return _Drawing(mesh).graph()
+def graph(mesh: Mesh, verdicts: Sequence[Verdict]) -> Graph:
+    """The picture's content. ``verdicts`` are the predictions for the mesh's tests, in their order."""
+    return _Drawing(mesh).graph(verdicts)
 
 
-def render(mesh: Mesh, output: str) -> str:
+def render(mesh: Mesh, verdicts: Sequence[Verdict], output: str) -> str:
     """The picture as text.
 
     Args:
         mesh: what to draw.
+        verdicts: see `graph`.
         output: ``mermaid``, ``dot``, ``svg`` or ``html``.
 
     Raises:
         InputError: the output is none of these, or ``svg`` without Graphviz.
     """
-    drawn = graph(mesh)
+    drawn = graph(mesh, verdicts)
     if output == "mermaid":
         return mermaid(drawn)
     if output == "dot":
@@ -100,8 +105,9 @@ class _Drawing:
         self._services = {
             s.meta.key: self._node("service", s.meta.key, _service_lines(s), s.meta.namespace) for s in mesh.services
         }
+        named = any(_captures_dns(mesh, pod) for pod in mesh.pods)
         self._entries = {
-            e.meta.key: self._node("service-entry", e.meta.key, _entry_lines(e), e.meta.namespace)
+            e.meta.key: self._node("service-entry", e.meta.key, _entry_lines(e, named), e.meta.namespace)
             for e in mesh.service_entries
         }
         self._machines = {
@@ -111,13 +117,13 @@ class _Drawing:
         self._by_name = dict(self._names())
         self._by_address = dict(self._addresses())
 
-    def graph(self) -> Graph:
+    def graph(self, verdicts: Sequence[Verdict]) -> Graph:
         for service in self._mesh.services:
             self._service(service)
         for entry in self._mesh.service_entries:
             self._entry(entry)
-        for test in self._mesh.tests:
-            self._test(test)
+        for test, verdict in zip(self._mesh.tests, verdicts, strict=True):
+            self._test(test, verdict)
         return Graph(
             name=self._mesh.name,
             notes=tuple(_mesh_notes(self._mesh)),
@@ -152,12 +158,10 @@ class _Drawing:
             yield service.host(self._mesh.domain_suffix), self._services[service.meta.key]
 
     def _addresses(self) -> Iterator[tuple[str, str]]:
+        """Who has an address: what a ServiceEntry declares is nobody's, unless its cluster has the flow."""
         for host in self._mesh.external_hosts:
             for address in host.addresses:
                 yield address, self._machines[host.meta.name]
-        for entry in self._mesh.service_entries:
-            for address in (*entry.addresses, *(a for found in entry.auto_addresses.values() for a in found)):
-                yield address, self._entries[entry.meta.key]
         for pod in self._mesh.pods:
             for address in pod.ips:
                 yield address, self._pods[pod.name]
@@ -211,22 +215,48 @@ class _Drawing:
             if wanted and same and all(pod.meta.labels.get(key) == value for key, value in wanted):
                 self._edge(source, self._pods[pod.name], "selects")
 
-    def _test(self, test: TrafficTest) -> None:
+    def _test(self, test: TrafficTest, verdict: Verdict) -> None:
         if test.to.protocol in ("dns", "dns-tcp"):
             return  # a lookup ends at a resolver, which is no part of the mesh
         pod = self._mesh.pod(test.flow_from.pod) if test.flow_from.pod else None
         source = self._pods[pod.name] if pod else self._machines.get(test.flow_from.external)
         if source is None:
             return
-        target = self._find(test.to.host, pod.meta.namespace if pod else "") or self._unknown(test.to.host)
-        self._edge(source, target, "test", f"{test.to.protocol} {test.to.port}" if test.to.port else test.to.protocol)
+        label = f"{test.to.protocol} {test.to.port}" if test.to.port else test.to.protocol
+        outcome = verdict.outcome
+        works = outcome is None or outcome.result == "ok"
+        if outcome is None:
+            label += ": undecided"
+        elif not works:
+            label += f": {outcome.result if outcome.status is None else outcome.status}"
+        self._edge(source, self._target(test, verdict, pod), "test" if works else "fails", label)
 
-    def _unknown(self, host: str) -> str:
-        """The node of a host that nothing in the manifests has."""
+    def _target(self, test: TrafficTest, verdict: Verdict, pod: Pod | None) -> str:
+        """The node that a flow makes for."""
+        cluster = (verdict.envoy.cluster or "") if verdict.envoy else ""
+        if cluster.startswith("outbound|"):
+            known = self._by_name.get(cluster.rpartition("|")[2].lower())
+            if known is not None:
+                return self._alias(test.to.host, pod) or known
+        address = verdict.to.address
+        if address is None:
+            return self._unknown(test.to.host)
+        found = self._alias(test.to.host, pod) or self._by_address.get(address)
+        return found or self._unknown(test.to.host, *([address] if address != test.to.host else []))
+
+    def _alias(self, host: str, pod: Pod | None) -> str | None:
+        """The ExternalName service that a client means by a name, which has an edge of its own to what it stands for."""
+        found = self._find(host, pod.meta.namespace if pod else "")
+        named = (s for s in self._mesh.services if s.external_name)
+        return found if any(self._services[s.meta.key] == found for s in named) else None
+
+    def _unknown(self, host: str, *more: str) -> str:
+        """The node of a host that nothing in the manifests has, at an address that nobody has."""
+        lines = (host, *more)
         for node in self._nodes.values():
-            if node.kind == "unknown-host" and node.lines == (host,):
+            if node.kind == "unknown-host" and node.lines == lines:
                 return node.id
-        return self._node("unknown-host", host, (host,), OUTSIDE)
+        return self._node("unknown-host", host, lines, OUTSIDE)
 
     def _groups(self) -> Iterator[Group]:
         used = dict.fromkeys(node.group for node in self._nodes.values())
@@ -234,6 +264,10 @@ class _Drawing:
             yield Group(name, tuple(_namespace_notes(self._mesh, name)))
         if OUTSIDE in used:
             yield Group(OUTSIDE)
+
+
+def _captures_dns(mesh: Mesh, pod: Pod) -> bool:
+    return pod.injected and init_env(mesh, pod).get("ISTIO_META_DNS_CAPTURE", "").lower() in ("true", "1", "t")
 
 
 def _pod_kind(pod: Pod) -> NodeKind:
@@ -251,9 +285,11 @@ def _service_lines(service: Service) -> tuple[str, ...]:
     return service.meta.name, "headless" if service.headless else ", ".join(service.cluster_ips), ports
 
 
-def _entry_lines(entry: ServiceEntry) -> tuple[str, ...]:
+def _entry_lines(entry: ServiceEntry, named: bool) -> tuple[str, ...]:
+    """``named``: some client is told the automatic addresses, which only the agents' DNS servers know."""
     ports = ", ".join(f"{p.port} {p.protocol}" for p in entry.ports)
-    addresses = dict.fromkeys([*entry.addresses, *(a for found in entry.auto_addresses.values() for a in found)])
+    automatic = (a for found in entry.auto_addresses.values() for a in found) if named else ()
+    addresses = dict.fromkeys([*entry.addresses, *automatic])
     return *entry.hosts, ", ".join(addresses), ports, f"{entry.location} {entry.resolution}"
 
 
@@ -325,7 +361,7 @@ def mermaid(drawn: Graph) -> str:
                 )
         lines.append("  end")
     for edge in drawn.edges:
-        arrow = "-.->" if edge.kind == "test" else "-->"
+        arrow = {"test": "-.->", "fails": "-.-x"}.get(edge.kind, "-->")
         text = edge.label or ("" if edge.kind == "selects" else edge.kind)
         label = f'|"{_mermaid_text(text)}"|' if text else ""
         lines.append(f"  {edge.source} {arrow}{label} {edge.target}")
@@ -383,7 +419,9 @@ def dot(drawn: Graph) -> str:
         lines.append("  }")
     for edge in drawn.edges:
         text = edge.label or ("" if edge.kind == "selects" else edge.kind)
-        style = ", style=dashed, constraint=false" if edge.kind == "test" else ""
+        style = ", style=dashed, constraint=false" if edge.kind in ("test", "fails") else ""
+        if edge.kind == "fails":
+            style += ', color="#c62828", fontcolor="#c62828", arrowhead=tee'
         lines.append(f"  {edge.source} -> {edge.target} [label={_dot_text([text])}{style}]")
     return "\n".join([*lines, "}", ""])
 

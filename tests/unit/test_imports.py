@@ -28,7 +28,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "lab.verdict": (),
     "lab.manifests": _MANIFESTS,
     "lab.apps": (*_ERRORS, "lab.apps"),
-    "lab.graph": (*_MANIFESTS, "lab.graph"),
+    "lab.graph": (*_MANIFESTS, "lab.verdict", "lab.graph"),
     "lab.discovery": (*_MANIFESTS, *_ALONE, "lab.discovery"),
     "lab.fabric": (*_MANIFESTS, *_ALONE, "lab.fabric"),
     "lab.explain": (*_MANIFESTS, *_ALONE, "lab.verdict", "lab.explain"),
