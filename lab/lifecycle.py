@@ -209,7 +209,7 @@ def discovery_status(name: str) -> Info:
 
 
 def restart(name: str, place: str, process: str) -> int:
-    """Starts a process of a pod (``agent``, ``app``) or external host again; its new pid."""
+    """Starts a process of a pod (``agent``, ``app``), external host or ``node`` (``discovery``, ``dns``) again; its new pid."""
     return int(ask(name, {"op": "restart", "place": place, "process": process}, timeout=TIMEOUT)["pid"])
 
 

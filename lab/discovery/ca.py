@@ -36,12 +36,22 @@ def new_root_key() -> rsa.RSAPrivateKey:
 class CertificateAuthority:
     """A root key and certificate in memory. ``root_pem`` is what peers are to trust."""
 
-    def __init__(self, trust_domain: str = "cluster.local", key: rsa.RSAPrivateKey | None = None) -> None:
+    def __init__(
+        self,
+        trust_domain: str = "cluster.local",
+        key: rsa.RSAPrivateKey | None = None,
+        root: x509.Certificate | None = None,
+    ) -> None:
+        """With the ``root`` certificate of an earlier time, which must be of ``key``, or with a new one."""
         self.trust_domain = trust_domain
         self._key = key or new_root_key()
-        name = x509.Name([x509.NameAttribute(NameOID.ORGANIZATION_NAME, trust_domain)])
+        self._root = root or self._self_signed()
+        self.root_pem = self._root.public_bytes(_PEM).decode()
+
+    def _self_signed(self) -> x509.Certificate:
+        name = x509.Name([x509.NameAttribute(NameOID.ORGANIZATION_NAME, self.trust_domain)])
         now = datetime.now(UTC)
-        self._root = (
+        return (
             x509.CertificateBuilder()
             .subject_name(name)
             .issuer_name(name)
@@ -54,7 +64,6 @@ class CertificateAuthority:
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(self._key.public_key()), critical=False)
             .sign(self._key, hashes.SHA256())
         )
-        self.root_pem = self._root.public_bytes(_PEM).decode()
 
     def sign(self, csr_pem: str, identities: Sequence[str], seconds: int = 0) -> list[str]:
         """[leaf, root] in PEM for a CSR; ``identities`` become its URI SANs.

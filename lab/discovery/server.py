@@ -19,14 +19,13 @@ from typing import Any
 
 import grpc
 
+from lab.discovery import keys as keys_module
 from lab.discovery.ads import DiscoveryServer
 from lab.discovery.auth import Authenticator
-from lab.discovery.ca import CertificateAuthority, new_root_key
 from lab.discovery.ca_service import CertificateService
 from lab.discovery.control import Control
 from lab.discovery.metrics import Metrics
 from lab.discovery.secure_port import SecurePort, server_context
-from lab.discovery.tokens import TokenIssuer
 from lab.errors import InputError
 from lab.manifests import model
 
@@ -92,18 +91,24 @@ def notify_ready() -> None:
 
 
 class Discovery:
-    """Everything of one control plane; ``start`` and ``stop`` it. Addresses are bound on ``listen`` (an IP)."""
+    """Everything of one control plane; ``start`` and ``stop`` it. Addresses are bound on ``listen`` (an IP).
 
-    def __init__(self, load: Callable[[], model.Mesh], listen: str, control: str = "") -> None:
+    ``keys`` is the path of the file with what signs, which is made if it is not there; without one, that is new.
+    """
+
+    def __init__(self, load: Callable[[], model.Mesh], listen: str, control: str = "", keys: str = "") -> None:
         with ThreadPoolExecutor(1) as threads:
-            key = threads.submit(new_root_key)
+            loading = threads.submit(keys_module.load, keys)
             mesh = load()
+        signing = loading.result()
         self.mesh_config = mesh.mesh_config
         self.listen = listen
         self._control_path = control
         self.metrics = Metrics()
-        self.issuer = TokenIssuer()
-        self.authority = CertificateAuthority(mesh.mesh_config.trust_domain, key.result())
+        self.issuer = signing.issuer()
+        self.authority = signing.authority(mesh.mesh_config.trust_domain)
+        if keys and signing.root is None:
+            keys_module.save(keys, signing, self.authority)
         # gRPC behind the secure port: an address that nobody can guess
         self._inner = f"sidecarlab-xds-{secrets.token_hex(16)}"
         names = istiod_names(mesh.mesh_config.root_namespace, mesh.domain_suffix)
@@ -156,9 +161,9 @@ def _import_http() -> Any:
     return http_servers
 
 
-async def serve(load: Callable[[], model.Mesh], listen: str, control: str) -> None:
+async def serve(load: Callable[[], model.Mesh], listen: str, control: str, keys: str = "") -> None:
     """Runs discovery until SIGTERM or SIGINT."""
-    discovery = Discovery(load, listen, control)
+    discovery = Discovery(load, listen, control, keys)
     await discovery.start()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -176,7 +181,8 @@ async def serve(load: Callable[[], model.Mesh], listen: str, control: str) -> No
 def main(params: dict[str, Any]) -> int:
     """Entry of the lab's discovery process.
 
-    params: ``mesh`` (directory of manifests), ``listen`` (IP), ``socket`` (control socket path), ``name`` (lab).
+    params: ``mesh`` (directory of manifests), ``listen`` (IP), ``socket`` (control socket path), ``name`` (lab), ``keys``
+    (path of the file with what it signs with).
     """
     from lab.manifests import stored
 
@@ -189,5 +195,5 @@ def main(params: dict[str, Any]) -> int:
     def load() -> model.Mesh:
         return stored.load(str(params["mesh"]), name)
 
-    asyncio.run(serve(load, str(params["listen"]), control))
+    asyncio.run(serve(load, str(params["listen"]), control, str(params.get("keys") or "")))
     return 0

@@ -43,8 +43,8 @@ def _decode(text: str) -> bytes:
 class TokenIssuer:
     """Signs and verifies ES256 tokens with one key."""
 
-    def __init__(self) -> None:
-        self._key = ec.generate_private_key(ec.SECP256R1())
+    def __init__(self, key: ec.EllipticCurvePrivateKey | None = None) -> None:
+        self._key = key or ec.generate_private_key(ec.SECP256R1())
 
     def issue(self, namespace: str, account: str, *, audience: str = AUDIENCE, seconds: int = LIFETIME) -> str:
         """A token of ``system:serviceaccount:NS:ACCOUNT``, valid for ``seconds``."""

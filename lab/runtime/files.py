@@ -4,6 +4,7 @@
 
     /run/sidecarlab/NAME/
         discovery.sock, dns.sock, observer.sock     control sockets (JSON lines)
+        control-plane.pem                           what discovery signs with; for root alone
         log/lab.log                                 what the supervisor did and saw
         log/{zygote,discovery,dns,observer}.log     what serves the lab itself
         log/dns-queries.jsonl                       every query that reached cluster DNS
@@ -39,6 +40,10 @@ def inside(name: str) -> str:
 
 def discovery_socket(lab: str) -> Path:
     return paths.run_dir(lab) / "discovery.sock"
+
+
+def discovery_keys(lab: str) -> Path:
+    return paths.run_dir(lab) / "control-plane.pem"
 
 
 def dns_socket(lab: str) -> Path:

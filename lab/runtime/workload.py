@@ -67,6 +67,7 @@ def discovery(lab: str, mesh: Mesh) -> ProcessSpec:
         "mesh": str(paths.manifests_dir(lab)),
         "listen": mesh.fabric.discovery,
         "socket": str(files.discovery_socket(lab)),
+        "keys": str(files.discovery_keys(lab)),
         "name": mesh.name,
     }
     return _service(lab, "discovery", "lab.discovery.server:main", params, Identity(0, 0))

@@ -498,6 +498,8 @@ class Supervisor:
 
     async def restart(self, name: str, process: str, spec: ProcessSpec | None = None) -> dict[str, Any]:
         """Starts a process of a place again, with what it was started with or ``spec``; ends it first if it runs."""
+        if name == paths.NODE:
+            return await self._restart_service(process)
         running = self._running(name)
         old = running.place.processes.get(process) if running is not None and running.place is not None else None
         if running is None or old is None:
@@ -509,6 +511,16 @@ class Supervisor:
         if running.place is not None and not running.place.ended.done():
             running.ready, running.reason = True, ""
         return {"pid": new.pid}
+
+    async def _restart_service(self, name: str) -> dict[str, Any]:
+        """Starts discovery or cluster DNS again (the observer would have lost what it follows)."""
+        old = self._node.processes.get(name) if self._node is not None and name in ("discovery", "dns") else None
+        if self._node is None or old is None:
+            raise InputError(f"there is no process {name} to start again in {paths.NODE}", f"lab {self._lab}")
+        old.signal(signal.SIGKILL)
+        await old.exited
+        await asyncio.wait_for(self._start_service(self._node, old.spec), self._options.timeout)
+        return {"pid": _pid(self._node, name)}
 
     async def change(self, staged: Path, base: str, timeout: float) -> dict[str, Any]:
         """Makes the lab that of the manifests in a directory, which this takes; if it cannot be, all stays as it is.
