@@ -357,7 +357,7 @@ def _upstream_tls(
 def _originate(
     cluster: Any,
     options: _Options,
-    service: Service,
+    service: Service | None,
     written: Mapping[str, Any],
     sans: Sequence[str],
     policy: traffic_policy.Policy,
@@ -381,7 +381,7 @@ def _originate(
         config = dynamic_cluster_pb2.ClusterConfig.FromString(cluster.cluster_type.typed_config.value)
         config.allow_insecure_cluster_options = True
         cluster.cluster_type.typed_config.CopyFrom(protoconv.to_any(config))
-    if service.registry == "External" and not sans:
+    if service is not None and service.registry == "External" and not sans:
         sans = service.subject_alt_names
     cluster.transport_socket.CopyFrom(
         tls.originate(
@@ -536,11 +536,14 @@ def _all_outbound(proxy: Proxy) -> list[Any]:
                 out.append(cluster)
     out.append(_black_hole(proxy))
     out.append(_passthrough(proxy, protoconv.PASSTHROUGH_CLUSTER))
+    if filters.allows_any_by_name(proxy):
+        out.append(_allow_any_by_name(proxy))
     return out
 
 
 def outbound_clusters(proxy: Proxy) -> list[Any]:
-    """Clusters for every imported service port and subset, then BlackHoleCluster and PassthroughCluster."""
+    """Clusters for every imported service port and subset, then BlackHoleCluster, PassthroughCluster and, if the mesh
+    looks unknown hosts up by name, AllowAnyDynamicDNSCluster."""
     return proxy.memo("outbound_clusters", lambda: _all_outbound(proxy))
 
 
@@ -560,13 +563,39 @@ def _passthrough(proxy: Proxy, name: str) -> Any:
         name=name,
         alt_stat_name=f"{name};",
         type=cluster_pb2.Cluster.ORIGINAL_DST,
-        connect_timeout=protoconv.duration(proxy.mesh_config.connect_timeout),
         lb_policy=cluster_pb2.Cluster.CLUSTER_PROVIDED,
-        circuit_breakers=circuit_breaker_pb2.CircuitBreakers(thresholds=[_thresholds()]),
     )
+    # Of the mesh's default pool the limits of connections count here, not what it says about HTTP.
+    _connection_pool(proxy, cluster, _Options(), _mapping(traffic_policy.mesh_default(proxy).get("connectionPool")))
+    _passthrough_options().attach(cluster)
+    return cluster
+
+
+def _passthrough_options() -> _Options:
     options = _Options()
     options.use_downstream()
     options.message.common_http_protocol_options.idle_timeout.CopyFrom(protoconv.duration(300))
+    return options
+
+
+def _allow_any_by_name(proxy: Proxy) -> Any:
+    """The cluster of hosts that are looked up by name, over TLS if the mesh's outboundTrafficPolicy says so."""
+    name = protoconv.ALLOW_ANY_DYNAMIC_DNS_CLUSTER
+    written = _mapping(_mapping(proxy.mesh_config.raw.get("outboundTrafficPolicy")).get("tls"))
+    policy = traffic_policy.Policy(tls=written or None)
+    cluster = cluster_pb2.Cluster(name=name, alt_stat_name=f"{name};", lb_policy=cluster_pb2.Cluster.CLUSTER_PROVIDED)
+    config = dynamic_cluster_pb2.ClusterConfig(
+        dns_cache_config=filters.allow_any_dns_cache(proxy), allow_insecure_cluster_options=policy.tls_mode == "DISABLE"
+    )
+    cluster.cluster_type.name = "envoy.clusters.dynamic_forward_proxy"
+    cluster.cluster_type.typed_config.CopyFrom(protoconv.to_any(config))
+    options = _passthrough_options()
+    _connection_pool(proxy, cluster, _Options(), {})
+    sans = [str(s) for s in written.get("subjectAltNames") or ()]
+    if policy.tls_mode == "ISTIO_MUTUAL":
+        cluster.transport_socket.CopyFrom(tls.istio_mutual(str(written.get("sni") or ""), sans, options.http2))
+    elif policy.tls_mode in ("SIMPLE", "MUTUAL"):
+        _originate(cluster, options, None, written, sans, policy)
     options.attach(cluster)
     return cluster
 
@@ -639,7 +668,7 @@ def _inbound(
             )
         )
     data: dict[str, Any] = {"services": [dict(h) for h in hosts]} if hosts else {}
-    pool: Mapping[str, Any] = {}
+    pool: Mapping[str, Any] = _mapping(traffic_policy.mesh_default(proxy).get("connectionPool"))
     if owner is not None:
         policy = traffic_policy.for_cluster(proxy, owner, port, "", outbound=False)
         pool = policy.connection_pool or {}

@@ -12,6 +12,7 @@ from typing import Any
 
 from envoy.config.core.v3 import protocol_pb2
 from envoy.config.listener.v3 import listener_components_pb2
+from envoy.extensions.common.dynamic_forward_proxy.v3 import dns_cache_pb2
 from envoy.extensions.filters.http.cors.v3 import cors_pb2
 from envoy.extensions.filters.http.dynamic_forward_proxy.v3 import dynamic_forward_proxy_pb2
 from envoy.extensions.filters.http.fault.v3 import fault_pb2
@@ -26,6 +27,7 @@ from envoy.extensions.filters.network.http_connection_manager.v3 import http_con
 from envoy.extensions.filters.network.mongo_proxy.v3 import mongo_proxy_pb2
 from envoy.extensions.filters.network.sni_dynamic_forward_proxy.v3 import sni_dynamic_forward_proxy_pb2
 from envoy.extensions.filters.network.tcp_proxy.v3 import tcp_proxy_pb2
+from envoy.extensions.network.dns_resolver.cares.v3 import cares_dns_resolver_pb2
 from envoy.extensions.request_id.uuid.v3 import uuid_pb2
 from envoy.type.v3 import percent_pb2
 
@@ -183,10 +185,43 @@ def _tracing(sampling: float) -> Any:
     )
 
 
+def allows_any_by_name(proxy: Proxy) -> bool:
+    """Whether HTTP to hosts that the mesh does not know is looked up by name (ALLOW_ANY_DYNAMIC_DNS)."""
+    return proxy.scope.outbound_traffic_policy.mode == "ALLOW_ANY_DYNAMIC_DNS"
+
+
+ALLOW_ANY_MAX_HOSTS = 1024
+"""PILOT_ALLOW_ANY_DYNAMIC_DNS_MAX_HOSTS (istio/istio: pilot/pkg/features/pilot.go)."""
+
+
+def allow_any_dns_cache(proxy: Proxy) -> Any:
+    """The one DNS cache of ALLOW_ANY_DYNAMIC_DNS, which its cluster and filters must agree on.
+
+    With DNS capture it asks the agent, else what resolv.conf names
+    (istio/istio: pilot/pkg/networking/core/networkfilter.go: buildAllowAnyDynamicDNSDNSCacheConfig).
+    """
+    cache = dns_cache_pb2.DnsCacheConfig(
+        name="allow_any_dfp_dns_cache",
+        dns_lookup_family=lookup_family(proxy),
+        max_hosts=protoconv.uint32(ALLOW_ANY_MAX_HOSTS),
+    )
+    if proxy.node.dns_capture:
+        host, _, port = proxy.node.text("DNS_PROXY_ADDR").rpartition(":")
+        host = proxy.node.localhosts[0] if host in ("", "localhost") else host.strip("[]")
+        number = int(port) if port.isdigit() else 15053
+        resolver = cares_dns_resolver_pb2.CaresDnsResolverConfig(resolvers=[protoconv.socket_address(host, number)])
+        cache.typed_dns_resolver_config.name = "envoy.network.dns_resolver.cares"
+        cache.typed_dns_resolver_config.typed_config.CopyFrom(protoconv.to_any(resolver))
+    return cache
+
+
 def _dynamic_forward_proxy(proxy: Proxy, host: str) -> Any:
     config = dynamic_forward_proxy_pb2.FilterConfig()
-    config.dns_cache_config.name = dns_cache_name(host)
-    config.dns_cache_config.dns_lookup_family = lookup_family(proxy)
+    if host:
+        config.dns_cache_config.name = dns_cache_name(host)
+        config.dns_cache_config.dns_lookup_family = lookup_family(proxy)
+    else:
+        config.dns_cache_config.CopyFrom(allow_any_dns_cache(proxy))
     return _http_filter("envoy.filters.http.dynamic_forward_proxy", config)
 
 
@@ -250,5 +285,7 @@ def http_connection_manager(
     manager.http_filters.extend(_standard_http_filters())
     if dynamic_host:
         manager.http_filters.append(_dynamic_forward_proxy(proxy, dynamic_host))
+    if not inbound and allows_any_by_name(proxy):
+        manager.http_filters.append(_dynamic_forward_proxy(proxy, ""))
     manager.http_filters.append(_router())
     return network_filter(protoconv.HTTP_CONNECTION_MANAGER, manager)

@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from envoy.config.listener.v3 import listener_components_pb2, listener_pb2
 
-from lab.discovery import access_log, destinations, filters, protoconv, virtual_service
+from lab.discovery import access_log, catch_all, destinations, filters, protoconv, virtual_service
 from lab.discovery import host as hosts
 from lab.discovery.durations import parse_go_duration
-from lab.discovery.protoconv import BLACK_HOLE_CLUSTER, PASSTHROUGH_CLUSTER
+from lab.discovery.protoconv import BLACK_HOLE_CLUSTER
 from lab.discovery.proxy import Proxy
 from lab.discovery.registry import EXTERNAL, KUBERNETES, Port, Service
 
@@ -93,19 +93,8 @@ def listener_name(bind: str, port: int) -> str:
     return f"{bind}_{port}"
 
 
-def catch_all_cluster(proxy: Proxy) -> str:
-    """Where outbound traffic goes that no listener, chain or virtual host knows."""
-    policy = proxy.scope.outbound_traffic_policy
-    if policy.mode == "REGISTRY_ONLY":
-        return BLACK_HOLE_CLUSTER
-    if policy.egress_proxy is not None:
-        host, port, subset = policy.egress_proxy
-        return protoconv.cluster_name("outbound", port, subset, host)
-    return PASSTHROUGH_CLUSTER
-
-
 def _catch_all_filters(proxy: Proxy) -> Sequence[Any]:
-    return proxy.memo("catch_all_filters", lambda: (filters.tcp_proxy(proxy, catch_all_cluster(proxy)),))
+    return proxy.memo("catch_all_filters", lambda: (filters.tcp_proxy(proxy, catch_all.cluster_of(proxy)),))
 
 
 # --- filters of TCP chains --------------------------------------------------------------------------
@@ -532,6 +521,22 @@ def _http_proxy_listener(builder: _Builder) -> Any:
     return builder.build(entry)
 
 
+def _by_name_chain(proxy: Proxy) -> Any:
+    """Plain HTTP to ports that no listener has: the host is looked up by name (ALLOW_ANY_DYNAMIC_DNS)."""
+    manager = filters.http_connection_manager(
+        proxy,
+        stat_prefix=f"outbound_{protoconv.VIRTUAL_OUTBOUND}_allow_any_dynamic_dns;",
+        route_config=catch_all.route_configuration("allow_any_dynamic_dns", [catch_all.virtual_host(proxy)]),
+    )
+    return listener_components_pb2.FilterChain(
+        name="virtualOutbound-catchall-tcp-http",
+        filter_chain_match=listener_components_pb2.FilterChainMatch(
+            application_protocols=filters.plaintext_alpns(proxy)
+        ),
+        filters=[manager],
+    )
+
+
 def virtual_outbound(proxy: Proxy) -> Any:
     """The listener that iptables redirects to; it hands connections to the listener of their original destination."""
     config, wildcards = proxy.mesh_config, proxy.node.wildcards
@@ -555,6 +560,9 @@ def virtual_outbound(proxy: Proxy) -> Any:
             listener_components_pb2.FilterChain(name="virtualOutbound-catchall-tcp", filters=_catch_all_filters(proxy)),
         ],
     )
+    if filters.allows_any_by_name(proxy):
+        listener.listener_filters.append(filters.http_inspector())
+        listener.filter_chains.insert(1, _by_name_chain(proxy))
     if proxy.node.interception_mode == "TPROXY":
         listener.transparent.CopyFrom(protoconv.boolean(True))
     return listener

@@ -12,6 +12,7 @@ from google.protobuf import any_pb2, duration_pb2, struct_pb2, wrappers_pb2
 
 PASSTHROUGH_CLUSTER = "PassthroughCluster"
 BLACK_HOLE_CLUSTER = "BlackHoleCluster"
+ALLOW_ANY_DYNAMIC_DNS_CLUSTER = "AllowAnyDynamicDNSCluster"
 INBOUND_PASSTHROUGH_CLUSTER = "InboundPassthroughCluster"
 PASSTHROUGH_FILTER_CHAIN = "PassthroughFilterChain"
 VIRTUAL_OUTBOUND = "virtualOutbound"

@@ -41,6 +41,7 @@ class Proxy:
             id(self.scope),
             node.families,
             node.dns_capture,
+            node.text("DNS_PROXY_ADDR"),
             node.interception_mode,
             node.http10,
             node.evidence,

@@ -365,6 +365,19 @@ class Registry:
             or notes.get(distribution, namespace.meta.annotations.get(distribution, "") if namespace else ""),
         )
 
+    def _entry_exports(self, entry: model.ServiceEntry) -> frozenset[str] | None:
+        """Who sees a ServiceEntry: its exportTo, cut down to what serviceEntryVisibility grants its namespace."""
+        own, cap = entry.meta.namespace, self.mesh_config.service_entry_visibility
+        written = export_set(entry.export_to, self.mesh_config.default_service_export_to, own)
+        if not cap.apply_to_sidecars:
+            return written
+        labels = next((n.meta.labels for n in self.mesh.namespaces if n.meta.name == own), {})
+        granted = cap.of({**labels, "kubernetes.io/metadata.name": own})
+        if granted == "PUBLIC":
+            return written
+        seen_at_home = granted == "NAMESPACE" and (written is None or own in written)
+        return frozenset((own,)) if seen_at_home else frozenset()
+
     def _from_entry(self, entry: model.ServiceEntry) -> list[Service]:
         resolution: Resolution = {
             "NONE": "Passthrough",
@@ -385,7 +398,7 @@ class Registry:
                 ports=tuple(Port(p.port, p.name, p.protocol, p.target or p.port) for p in entry.ports),
                 auto_addresses=tuple(entry.auto_addresses.get(host, ())),
                 mesh_external=entry.location == "MESH_EXTERNAL",
-                export_to=export_set(entry.export_to, self.mesh_config.default_service_export_to, entry.meta.namespace),
+                export_to=self._entry_exports(entry),
                 created=entry.meta.created,
                 order=entry.meta.order,
                 selector=entry.workload_selector,

@@ -11,9 +11,8 @@ from typing import Any
 
 from envoy.config.route.v3 import route_components_pb2, route_pb2
 
+from lab.discovery import catch_all, protoconv, route_rules
 from lab.discovery import host as hosts
-from lab.discovery import protoconv, route_rules
-from lab.discovery.listeners import catch_all_cluster
 from lab.discovery.proxy import Proxy
 from lab.discovery.registry import Port, Service
 from lab.discovery.sidecar_scope import EgressListener
@@ -55,28 +54,6 @@ class HostInMaking:
     service: Service | None
 
 
-def catch_all_virtual_host(proxy: Proxy) -> Any:
-    """What takes a Host that no service has: allow_any, or block_all with a 502 of its own."""
-    match = route_components_pb2.RouteMatch(prefix="/")
-    if proxy.scope.outbound_traffic_policy.mode == "REGISTRY_ONLY":
-        route = route_components_pb2.Route(
-            name="block_all",
-            match=match,
-            direct_response=route_components_pb2.DirectResponseAction(status=502),
-        )
-    else:
-        route = route_components_pb2.Route(
-            name="allow_any",
-            match=match,
-            route=route_components_pb2.RouteAction(
-                cluster=catch_all_cluster(proxy), timeout=protoconv.duration(0), max_grpc_timeout=protoconv.duration(0)
-            ),
-        )
-    return route_components_pb2.VirtualHost(
-        name=route.name, domains=["*"], routes=[route], include_request_attempt_count=True
-    )
-
-
 def _http_services(listener: EgressListener, port: int) -> list[tuple[Service, Port]]:
     """Services of an egress listener with an HTTP or sniffed port of that number (0: any port), oldest first."""
     return [
@@ -86,16 +63,6 @@ def _http_services(listener: EgressListener, port: int) -> list[tuple[Service, P
         for candidate in service.ports
         if candidate.listener_class in ("HTTP", "AUTO") and (port == 0 or candidate.port == port)
     ]
-
-
-def _frame(name: str, virtual_hosts: Sequence[Any]) -> Any:
-    return route_pb2.RouteConfiguration(
-        name=name,
-        virtual_hosts=virtual_hosts,
-        validate_clusters=protoconv.boolean(False),
-        ignore_port_in_host_matching=True,
-        max_direct_response_body_size_bytes=protoconv.uint32(1048576),
-    )
 
 
 def _candidates(proxy: Proxy, listener: EgressListener, port: int) -> list[HostInMaking]:
@@ -253,26 +220,26 @@ def _build(proxy: Proxy, name: str) -> Any:
     elif name == HTTP_PROXY_ROUTE or name.startswith("unix://"):
         port, bind = 0, "" if name == HTTP_PROXY_ROUTE else name
     else:
-        return _frame(name, [])
+        return catch_all.route_configuration(name, [])
     if name == HTTP_PROXY_ROUTE:
         listener = next((e for e in scope.egress if e.port is None), None)
     else:
         listener = scope.listener_for_route(port, bind)
     if listener is None:
-        return _frame(name, [])
+        return catch_all.route_configuration(name, [])
     every_port = port == 0 or (listener.written is not None and listener.written.port_protocol == "HTTP_PROXY")
     candidates = _candidates(proxy, listener, 0 if every_port else port)
     if every_port:
         candidates = _with_ports(candidates)
     hosts = _settle(proxy, candidates)
-    return _frame(name, [*hosts, catch_all_virtual_host(proxy)])
+    return catch_all.route_configuration(name, [*hosts, catch_all.virtual_host(proxy)])
 
 
 def _sniffed(proxy: Proxy, name: str, host: str, port: int) -> Any:
     """The route of a sniffed listener that belongs to one service: its virtual host, for every Host, nothing else."""
     listener = proxy.scope.listener_for_route(port)
     if listener is None:
-        return _frame(name, [])
+        return catch_all.route_configuration(name, [])
     out = []
     for one in _candidates(proxy, listener, port):
         if one.service is not None and one.service.host == host:
@@ -282,7 +249,7 @@ def _sniffed(proxy: Proxy, name: str, host: str, port: int) -> Any:
                 )
             )
             break
-    return _frame(name, out)
+    return catch_all.route_configuration(name, out)
 
 
 def route_names(listeners: Iterable[Any]) -> list[str]:

@@ -82,12 +82,23 @@ def _port_settings(policy: Mapping[str, Any], port: int) -> Mapping[str, Any] | 
     return None
 
 
-def _effective(policy: Mapping[str, Any], subset_policy: Mapping[str, Any] | None, port: int) -> dict[str, Any]:
+def mesh_default(proxy: Proxy) -> Mapping[str, Any]:
+    """MeshConfig defaultTrafficPolicy: a connectionPool and an outlierDetection for where no rule has one."""
+    return _mapping(proxy.mesh_config.raw.get("defaultTrafficPolicy"))
+
+
+def _effective(
+    policy: Mapping[str, Any], subset_policy: Mapping[str, Any] | None, port: int, mesh: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The mesh's defaults stand below the rule and its port's settings, but a subset's port settings replace them, too."""
     blocks: dict[str, Any] = {}
     _overlay(blocks, policy, port_level=False)
     own = _port_settings(policy, port)
     if own is not None:
         _overlay(blocks, own, port_level=True)
+    for key in ("connectionPool", "outlierDetection"):
+        if blocks.get(key) is None:
+            blocks[key] = mesh.get(key)
     if subset_policy:
         _overlay(blocks, subset_policy, port_level=False)
         own = _port_settings(subset_policy, port)
@@ -97,13 +108,12 @@ def _effective(policy: Mapping[str, Any], subset_policy: Mapping[str, Any] | Non
 
 
 def for_cluster(proxy: Proxy, service: Service, port: Port, subset: str, *, outbound: bool = True) -> Policy:
-    """What the proxy's DestinationRule for the service says about one port and subset."""
+    """What the proxy's DestinationRule for the service, and below it the mesh, say about one port and subset."""
     rule = proxy.scope.destination_rule(service.host, proxy.labels, outbound)
-    if rule is None:
-        return Policy()
-    chosen = rule.subset(subset) if subset else None
+    chosen = rule.subset(subset) if rule is not None and subset else None
     over = _mapping(chosen.get("trafficPolicy")) if chosen is not None else None
-    blocks = _effective(_mapping(rule.traffic_policy), over, port.port)
+    written = _mapping(rule.traffic_policy) if rule is not None else {}
+    blocks = _effective(written, over, port.port, mesh_default(proxy))
 
     def block(key: str) -> Mapping[str, Any] | None:
         value = blocks.get(key)
@@ -116,6 +126,6 @@ def for_cluster(proxy: Proxy, service: Service, port: Port, subset: str, *, outb
         tls=block("tls"),
         retry_budget=block("retryBudget"),
         proxy_protocol=block("proxyProtocol"),
-        config_path=rule.config_path,
-        has_selector=rule.selector is not None,
+        config_path=rule.config_path if rule is not None else "",
+        has_selector=rule is not None and rule.selector is not None,
     )

@@ -19,10 +19,12 @@ from lab.manifests.model import (
     RawConfig,
     ServiceEntry,
     ServiceEntryPort,
+    ServiceEntryVisibility,
     Sidecar,
     SidecarEgress,
     SidecarIngress,
     TCPPool,
+    Visibility,
     WorkloadEndpoint,
     WorkloadEntry,
 )
@@ -247,6 +249,22 @@ def mesh_document(item: Item) -> Map | None:
     return documents[0] if documents else None
 
 
+def _visibility(written: mesh_config.ServiceEntryVisibility | None) -> ServiceEntryVisibility:
+    def known(value: mesh_config.Visibility) -> Visibility:
+        return "PUBLIC" if value == "VISIBILITY_UNSPECIFIED" else value
+
+    if written is None:
+        return ServiceEntryVisibility()
+    return ServiceEntryVisibility(
+        known(written.default_visibility),
+        tuple(
+            (tuple(label_selector(rule.namespace_selector) for rule in one.matching_rules), known(one.visibility))
+            for one in written.policies
+        ),
+        written.apply_to_sidecars,
+    )
+
+
 def mesh_config_of(config: mesh_config.MeshConfig, document: Map) -> MeshConfig:
     """MeshConfig from its checked form; ``defaultConfig`` is kept as written."""
     raw = plain(document)
@@ -262,6 +280,7 @@ def mesh_config_of(config: mesh_config.MeshConfig, document: Map) -> MeshConfig:
         default_service_export_to=tuple(config.default_service_export_to),
         default_virtual_service_export_to=tuple(config.default_virtual_service_export_to),
         default_destination_rule_export_to=tuple(config.default_destination_rule_export_to),
+        service_entry_visibility=_visibility(config.service_entry_visibility),
         proxy_listen_port=config.proxy_listen_port,
         proxy_inbound_listen_port=config.proxy_inbound_listen_port,
         proxy_http_port=config.proxy_http_port,

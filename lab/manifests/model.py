@@ -269,7 +269,7 @@ class ConnectionPool:
 
 @dataclass(frozen=True, slots=True)
 class OutboundTrafficPolicy:
-    mode: Literal["ALLOW_ANY", "REGISTRY_ONLY"] = "ALLOW_ANY"
+    mode: Literal["ALLOW_ANY", "REGISTRY_ONLY", "ALLOW_ANY_DYNAMIC_DNS"] = "ALLOW_ANY"  # the last for the mesh alone
     egress_proxy: tuple[str, int, str] | None = None  # host, port, subset
 
 
@@ -324,6 +324,27 @@ class RawConfig:
     spec: Mapping[str, object]
 
 
+Visibility = Literal["PUBLIC", "NAMESPACE", "NONE"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceEntryVisibility:
+    """How far ServiceEntries of a namespace can be seen at most, whatever they export.
+
+    ``policies`` are (selectors of namespace labels that all must match, visibility); the first that matches wins.
+    """
+
+    default: Visibility = "PUBLIC"
+    policies: tuple[tuple[tuple[LabelSelector, ...], Visibility], ...] = ()
+    apply_to_sidecars: bool = False
+
+    def of(self, namespace_labels: Mapping[str, str]) -> Visibility:
+        for selectors, visibility in self.policies:
+            if all(selector.matches(namespace_labels) for selector in selectors):
+                return visibility
+        return self.default
+
+
 @dataclass(frozen=True, slots=True)
 class MeshConfig:
     """The MeshConfig fields that the lab acts on (defaults: istio/istio: pkg/config/mesh/mesh.go).
@@ -340,6 +361,7 @@ class MeshConfig:
     default_service_export_to: tuple[str, ...] = ("*",)
     default_virtual_service_export_to: tuple[str, ...] = ("*",)
     default_destination_rule_export_to: tuple[str, ...] = ("*",)
+    service_entry_visibility: ServiceEntryVisibility = ServiceEntryVisibility()
     proxy_listen_port: int = 15001
     proxy_inbound_listen_port: int = 15006
     proxy_http_port: int = 0

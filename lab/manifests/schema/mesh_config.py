@@ -5,22 +5,51 @@ Source: istio/api: mesh/v1alpha1/config.proto, mesh/v1alpha1/proxy.proto.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lab.manifests.schema.base import DnsLabel, Duration, Port, PositiveDuration, Spec, words
 from lab.manifests.schema.config import ExportTo
-from lab.manifests.schema.connection_pool import TcpKeepalive
+from lab.manifests.schema.connection_pool import ConnectionPoolSettings, TcpKeepalive
+from lab.manifests.schema.destination_rule import ClientTLSSettings, OutlierDetection
 from lab.manifests.schema.locality import LocalityLoadBalancerSetting
 from lab.manifests.schema.metadata import LabelSelector
 from lab.manifests.schema.retry import HTTPRetry
 
 
 class OutboundTrafficPolicy(Spec):
-    UNUSED = words("tls")
+    mode: Literal["REGISTRY_ONLY", "ALLOW_ANY", "ALLOW_ANY_DYNAMIC_DNS"] = "REGISTRY_ONLY"
+    tls: ClientTLSSettings | None = None
 
-    mode: Literal["REGISTRY_ONLY", "ALLOW_ANY"] = "REGISTRY_ONLY"
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.tls is not None and self.mode != "ALLOW_ANY_DYNAMIC_DNS":
+            raise ValueError("tls needs mode ALLOW_ANY_DYNAMIC_DNS")
+        return self
+
+
+class DefaultTrafficPolicy(Spec):
+    connection_pool: ConnectionPoolSettings | None = None
+    outlier_detection: OutlierDetection | None = None
+
+
+Visibility = Literal["VISIBILITY_UNSPECIFIED", "PUBLIC", "NAMESPACE", "NONE"]
+
+
+class VisibilityMatchRule(Spec):
+    namespace_selector: LabelSelector
+
+
+class VisibilityPolicy(Spec):
+    matching_rules: list[VisibilityMatchRule] = Field(default_factory=list)
+    visibility: Visibility = "VISIBILITY_UNSPECIFIED"
+
+
+class ServiceEntryVisibility(Spec):
+    default_visibility: Visibility = "VISIBILITY_UNSPECIFIED"
+    policies: list[VisibilityPolicy] = Field(default_factory=list)
+    apply_to_sidecars: bool = False
 
 
 class InboundTrafficPolicy(Spec):
@@ -83,7 +112,7 @@ class MeshConfig(Spec):
         "hboneIdleTimeout ingressClass ingressService ingressControllerMode ingressSelector enableEnvoyAccessLogService configSources"
         " caCertificates zoneAwareLbSetting inboundClusterStatName outboundClusterStatName certificates serviceSettings serviceScopeConfigs"
         " enablePrometheusMerge verifyCertificateAtClient ca extensionProviders defaultProviders"
-        " meshMTLS tlsDefaults defaultTrafficPolicy serviceEntryVisibility thriftConfig"
+        " meshMTLS tlsDefaults thriftConfig"
     )
 
     proxy_listen_port: Annotated[int, Field(ge=0, le=65535)] = 15001
@@ -114,5 +143,7 @@ class MeshConfig(Spec):
     discovery_selectors: list[LabelSelector] = Field(default_factory=list)
     path_normalization: ProxyPathNormalization = Field(default_factory=ProxyPathNormalization)
     tcp_keepalive: TcpKeepalive | None = None
+    default_traffic_policy: DefaultTrafficPolicy | None = None
+    service_entry_visibility: ServiceEntryVisibility | None = None
     default_http_retry_policy: HTTPRetry | None = None
     default_inbound_http_retry_policy: HTTPRetry | None = None

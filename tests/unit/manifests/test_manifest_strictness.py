@@ -228,8 +228,17 @@ def errors_of(text: str) -> list[InputError]:
             'unknown field "outboundTrafficPolcy": f.yaml:7: MeshConfig in ConfigMap istio-system/istio has no outboundTrafficPolcy. Did you mean "outboundTrafficPolicy"?',
         ),
         (
-            MESH + "    outboundTrafficPolicy:\n      mode: ALLOW_ANY_DYNAMIC_DNS\n",
-            'bad value "ALLOW_ANY_DYNAMIC_DNS" of outboundTrafficPolicy.mode: f.yaml:7: MeshConfig',
+            MESH + "    outboundTrafficPolicy:\n      mode: ALLOW_SOME\n",
+            'bad value "ALLOW_SOME" of outboundTrafficPolicy.mode: f.yaml:7: MeshConfig',
+        ),
+        (
+            MESH + "    outboundTrafficPolicy: {mode: ALLOW_ANY, tls: {mode: SIMPLE}}\n",
+            "bad value of outboundTrafficPolicy: f.yaml:6: MeshConfig in ConfigMap istio-system/istio: tls needs mode ALLOW_ANY_DYNAMIC_DNS",
+        ),
+        (
+            "apiVersion: networking.istio.io/v1\nkind: Sidecar\nmetadata: {name: s, namespace: a}\n"
+            "spec: {outboundTrafficPolicy: {mode: ALLOW_ANY_DYNAMIC_DNS}}\n",
+            'bad value "ALLOW_ANY_DYNAMIC_DNS" of spec.outboundTrafficPolicy.mode: f.yaml:4: Sidecar a/s',
         ),
         (MESH + "    a: [\n", "bad YAML: f.yaml:7"),
         (
@@ -360,7 +369,7 @@ def test_a_binary_file_is_refused(tmp_path: Path) -> None:
             3,
             "metadata.uid, metadata.resourceVersion",
         ),
-        (MESH + "    defaultTrafficPolicy: {}\n", 6, "defaultTrafficPolicy"),
+        (MESH + "    thriftConfig: {}\n", 6, "thriftConfig"),
         ("apiVersion: v1\nkind: ServiceAccount\nmetadata: {name: x}\n", 2, "ServiceAccount"),
         ("apiVersion: v1\nkind: ConfigMap\nmetadata: {name: other}\n", 1, "ConfigMap default/other"),
         (SERVICE + "spec: {type: LoadBalancer, ports: [{port: 80}]}\n", 4, "acts as ClusterIP"),
