@@ -128,10 +128,14 @@ def _settings(found: Config) -> Iterator[str]:
 
 
 def name_table(config: Config, name: str) -> str | None:
-    """What the agent's name table has for an absolute name."""
-    table = config.get("nds", {}).get("table", {})
-    found = table.get(name.rstrip(".")) or table.get(f"{name.rstrip('.')}.")  # the entry itself knows its registry
-    return f"name table: {', '.join(found.get('ips', ()))} ({found.get('registry', '?')})" if found else None
+    """What the agent's name table has for an absolute name, or for what is left of it without a search domain (the agent
+    answers such a name with a CNAME; istio/istio: pkg/dns/client/dns.go)."""
+    table = {f"{key.rstrip('.')}.": info for key, info in config.get("nds", {}).get("table", {}).items()}
+    absolute = f"{name.rstrip('.')}."
+    key = absolute if absolute in table else max((k for k in table if absolute.startswith(k)), key=len, default="")
+    if not key:
+        return None
+    return f"name table: {key} has {', '.join(table[key].get('ips', ()))} ({table[key].get('registry', '?')})"
 
 
 def _istio(resource: Config) -> Config:
