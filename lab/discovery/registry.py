@@ -163,15 +163,6 @@ def _subset(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
     return all(labels.get(k) == v for k, v in selector.items())
 
 
-def _of_family(addresses: Iterable[str], like: str) -> tuple[str, ...]:
-    """A pod's addresses that a Service with the one address ``like`` leads to: Kubernetes gives it slices of its family alone.
-
-    A Service with an address of either family has endpoints with all addresses of a pod
-    (istio/istio: pilot/pkg/serviceregistry/kube/controller/endpointslice.go).
-    """
-    return tuple(a for a in addresses if (":" in a) == (":" in like))
-
-
 def export_set(values: Iterable[str], default: Sequence[str], namespace: str) -> frozenset[str] | None:
     """Namespaces that an exportTo list reaches: None for all, empty for nobody.
 
@@ -523,10 +514,11 @@ class Registry:
         if service.selector:
             for pod in self._pods_selected(service.namespace, service.selector):
                 base = self._pod_endpoint(pod)
-                if len(written.cluster_ips) == 1:
-                    base = replace(base, addresses=_of_family(pod.ips, written.cluster_ips[0]))
-                if not base.addresses:
+                addresses = written.addresses_of(pod)
+                if not addresses:
                     continue
+                if addresses != base.addresses:
+                    base = replace(base, addresses=addresses)
                 if service.publish_not_ready and base.health != "HEALTHY":
                     base = replace(base, health="HEALTHY")
                 for port in service.ports:

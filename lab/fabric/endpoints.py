@@ -62,7 +62,7 @@ def _of_pod(service: Service, pod: Pod) -> Iterator[Endpoint]:
         if (number := target_port(port, pod)) is not None
     )
     hostname = pod.hostname if pod.subdomain == service.meta.name else ""
-    for ip in pod.ips:
+    for ip in service.addresses_of(pod):
         yield Endpoint(ip, ports, hostname)
 
 

@@ -155,7 +155,10 @@ class ServicePort:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A Kubernetes Service. ``cluster_ips`` is empty for headless and ExternalName services."""
+    """A Kubernetes Service. ``cluster_ips`` is empty for headless and ExternalName services.
+
+    ``families`` (4 and 6) is what ipFamilies and ipFamilyPolicy of a headless service say, empty if they say nothing.
+    """
 
     meta: Meta
     cluster_ips: tuple[str, ...]
@@ -166,9 +169,20 @@ class Service:
     publish_not_ready: bool = False
     internal_traffic_policy_local: bool = False
     traffic_distribution: str = ""
+    families: tuple[int, ...] = ()
 
     def host(self, suffix: str = "cluster.local") -> str:
         return f"{self.meta.name}.{self.meta.namespace}.svc.{suffix}"
+
+    def addresses_of(self, pod: Pod) -> tuple[str, ...]:
+        """The addresses of a pod that the service leads to: Kubernetes makes EndpointSlices of its families alone.
+
+        A headless service that names no family has the cluster's first one, which is that of a pod's first address
+        (kubernetes/kubernetes: pkg/registry/core/service/storage/alloc.go, pkg/controller/endpointslice).
+        """
+        of = {ip: 6 if ":" in ip else 4 for ip in (*self.cluster_ips, *pod.ips)}
+        wanted = {of[ip] for ip in self.cluster_ips} or set(self.families) or {of[ip] for ip in pod.ips[:1]}
+        return tuple(ip for ip in pod.ips if of[ip] in wanted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,12 @@ def service(item: Item, claims: list[Claim], problems: Problems) -> ServiceDraft
         for ip in ips
     )
     families: tuple[int, ...] = ()
-    if not headless and not external:
+    if headless:
+        written = [4 if family == "IPv4" else 6 for family in spec.ip_families]
+        families = tuple(written)
+        if spec.ip_family_policy != "SingleStack":
+            families = tuple(dict.fromkeys((*written, 4, 6)))
+    elif not external:
         wanted = (
             [4 if family == "IPv4" else 6 for family in spec.ip_families]
             or [ipaddress.ip_address(ip).version for ip in ips]
@@ -90,8 +95,9 @@ def service(item: Item, claims: list[Claim], problems: Problems) -> ServiceDraft
             publish_not_ready=spec.publish_not_ready_addresses,
             internal_traffic_policy_local=spec.internal_traffic_policy == "Local",
             traffic_distribution=spec.traffic_distribution,
+            families=families if headless else (),
         ),
-        families,
+        () if headless else families,
     )
 
 

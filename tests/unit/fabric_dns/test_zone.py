@@ -54,6 +54,7 @@ def headless(name: str, *, publish_not_ready: bool = False, selector: dict[str, 
         selector={"app": "db"} if selector is None else selector,
         headless=True,
         publish_not_ready=publish_not_ready,
+        families=(4, 6),
     )
 
 
