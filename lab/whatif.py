@@ -17,6 +17,11 @@ from lab.explaining import MeshWorld, Told
 from lab.manifests.model import Mesh, MTLSMode, Pod, ServiceEntry, ServiceEntryPort, TrafficTest
 from lab.verdict import Verdict
 
+_EXCLUDED_AS = {
+    "excludeOutboundPorts": "port",
+    "excludeOutboundIPRanges": "the range",
+    "excludeInboundPorts": "port",
+}
 _EXCLUDED = {
     "excludeOutboundPorts": "outbound",
     "excludeOutboundIPRanges": "outbound",
@@ -68,7 +73,7 @@ def _annotations(world: MeshWorld, test: TrafficTest, pod: Pod, side: str) -> It
             kept = ",".join(i for i in written.split(",") if i != item)
             changed = _with_annotations(pod, {key: kept})
             yield (
-                f"{item} were not excluded ({key} of {pod.name})",
+                f"{_EXCLUDED_AS[name]} {item} were not excluded ({key} of {pod.name})",
                 _run(world, test, _with_pod(world.mesh, pod, changed)),
             )
 
@@ -92,7 +97,8 @@ def _unknown_host(world: MeshWorld, test: TrafficTest, found: Verdict) -> Iterat
     yield from _exported(world, test, here)
     yield from _scoped(world, test, here)
     host = test.to.authority.partition(":")[0] or test.to.host
-    if not explaining.is_address(host):
+    # A Service is known already where it may be seen; an entry of its name would only be in its way.
+    if not explaining.is_address(host) and not any(_names(test, s.host(mesh.domain_suffix)) for s in mesh.services):
         entry = ServiceEntry(
             meta=dataclasses.replace(source.meta, name="declared", labels={}, annotations={}),
             hosts=(host,),
@@ -100,12 +106,12 @@ def _unknown_host(world: MeshWorld, test: TrafficTest, found: Verdict) -> Iterat
             resolution="DNS",
         )
         changed = dataclasses.replace(mesh, service_entries=(*mesh.service_entries, entry))
-        yield f"{host} were declared by a ServiceEntry (port {test.to.port})", _run(world, test, changed)
+        yield f"a ServiceEntry declared {host} with port {test.to.port}", _run(world, test, changed)
     mode = mesh.mesh_config.outbound_traffic_policy.mode
     other: Literal["ALLOW_ANY", "REGISTRY_ONLY"] = "ALLOW_ANY" if mode == "REGISTRY_ONLY" else "REGISTRY_ONLY"
     policy = dataclasses.replace(mesh.mesh_config.outbound_traffic_policy, mode=other)
     config = dataclasses.replace(mesh.mesh_config, outbound_traffic_policy=policy)
-    yield f"outboundTrafficPolicy were {other}", _run(world, test, dataclasses.replace(mesh, mesh_config=config))
+    yield f"the outboundTrafficPolicy were {other}", _run(world, test, dataclasses.replace(mesh, mesh_config=config))
 
 
 _PROTOCOLS: Mapping[str, Any] = {"http": "HTTP", "grpc": "GRPC", "tls": "TLS", "tcp": "TCP"}
@@ -200,10 +206,10 @@ def _policies(world: MeshWorld, test: TrafficTest) -> Iterator[Candidate]:
             )
     for rule in mesh.virtual_services:
         less = dataclasses.replace(mesh, virtual_services=tuple(r for r in mesh.virtual_services if r is not rule))
-        yield f"VirtualService {rule.meta.key} were not there", _run(world, test, less)
+        yield f"there were no VirtualService {rule.meta.key}", _run(world, test, less)
     for rule in mesh.destination_rules:
         less = dataclasses.replace(mesh, destination_rules=tuple(r for r in mesh.destination_rules if r is not rule))
-        yield f"DestinationRule {rule.meta.key} were not there", _run(world, test, less)
+        yield f"there were no DestinationRule {rule.meta.key}", _run(world, test, less)
     for pod in mesh.pods:
         if not pod.ready:
             ready = _with_pod(mesh, pod, dataclasses.replace(pod, ready=True))

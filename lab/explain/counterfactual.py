@@ -1,6 +1,6 @@
 """The smallest changes that would flip a verdict: candidates are tried one by one, and those that change it are told. Pure.
 
-A candidate is a sentence's end ("uid were not 1337") and the verdict that would be; whoever knows the flow makes them,
+A candidate is a sentence's end ("its uid were not 1337") and the verdict that would be; whoever knows the flow makes them,
 smaller changes first.
 """
 
@@ -22,7 +22,7 @@ _SPARE_UIDS = (1000, 1001, 1002)
 
 
 class Counterfactual(NamedTuple):
-    """``effect`` is what would be otherwise, ``change`` what would have to be so; ``sentence`` joins them."""
+    """``effect`` is a clause that says what would be otherwise, ``change`` what would have to be so; ``sentence`` joins them."""
 
     change: str
     effect: str
@@ -53,50 +53,65 @@ def find(base: Verdict, candidates: Iterable[Candidate], most: int = MOST) -> tu
 
 
 def difference(before: Verdict, after: Verdict) -> str | None:
-    """What another verdict has that this one has not, in words; None if a user would call them the same."""
+    """What another verdict has that this one has not, as a clause ("it would work (200)"); None if a user would call them the
+    same. A flow that fails either way, and is not captured otherwise, is the same: how it fails tells no way to make it work."""
+    captures = _captures(before, after)
+    ending = _ending(before, after)
+    if captures is not None:
+        return f"{captures}, and would {ending}" if ending else captures
+    if before.to.protocol.startswith("dns"):
+        was, now = before.dns, after.dns
+        if was is not None and now is not None and was.captured != now.captured:
+            return f"its lookup would {'' if now.captured else 'not '}be captured"
+    if ending is not None:
+        both_fail = before.outcome is not None and "ok" not in (before.outcome.result, _result(after))
+        return None if both_fail else f"it would {ending}"
+    cluster = before.envoy.cluster if before.envoy else None
+    other = after.envoy.cluster if after.envoy else None
+    return f"it would go to cluster {other}" if other is not None and other != cluster else None
+
+
+def _captures(before: Verdict, after: Verdict) -> str | None:
+    """Which proxy would take it, or leave it alone, where that would be otherwise."""
     for side in ("outbound", "inbound"):
         was, now = getattr(before, side), getattr(after, side)
         one, other = (was.captured if was else None), (now.captured if now else None)
-        if one != other and None not in (one, other):
-            where = "" if side == "outbound" else f" by {now.pod}"
-            port = f" to {now.redirected_to}" if other else ""
-            return f"{'captured' if other else 'not captured'}{where}{port}{_ending(before, after)}"
-    for side in ("dns",):
-        was, now = getattr(before, side), getattr(after, side)
-        if (
-            was is not None
-            and now is not None
-            and was.captured != now.captured
-            and before.to.protocol.startswith("dns")
-        ):
-            return "the lookup is captured" if now.captured else "the lookup is not captured"
-    result = (before.outcome.result, before.outcome.status) if before.outcome else None
-    other_result = (after.outcome.result, after.outcome.status) if after.outcome else None
-    if result != other_result and after.outcome is not None:
-        return _ending(before, after).removeprefix(", ")
-    cluster = before.envoy.cluster if before.envoy else None
-    other_cluster = after.envoy.cluster if after.envoy else None
-    if cluster != other_cluster and other_cluster is not None:
-        return f"sent to cluster {other_cluster}"
+        if one == other or None in (one, other):
+            continue
+        port = f" (to {now.redirected_to})" if other else ""
+        if side == "inbound":
+            return f"{now.pod} would {'' if other else 'not '}capture it{port}"
+        return f"it would {'' if other else 'not '}be captured{port}"
     return None
 
 
-def _ending(before: Verdict, after: Verdict) -> str:
-    if after.outcome is None or before.outcome == after.outcome:
-        return ""
-    words = {
-        "ok": "works",
-        "http-error": "gets an error",
-        "no-answer": "gets no answer",
-        "timeout": "gets no answer in time",
-    }
-    said = words.get(after.outcome.result, f"is {after.outcome.result}")
-    status = f" ({after.outcome.status})" if after.outcome.status is not None else ""
-    return f", {said}{status}"
+def _result(verdict: Verdict) -> str | None:
+    return verdict.outcome.result if verdict.outcome else None
+
+
+_ENDINGS = {
+    "ok": "work",
+    "http-error": "get an error",
+    "closed": "be closed without an answer",
+    "refused": "be refused",
+    "timeout": "get no answer in time",
+    "no-answer": "get no answer",
+    "unreachable": "find its destination unreachable",
+}
+
+
+def _ending(before: Verdict, after: Verdict) -> str | None:
+    """How it would end, after "would"; None if it would end so anyway, or nobody knows."""
+    was, now = before.outcome, after.outcome
+    if now is None or (was is not None and (was.result, was.status) == (now.result, now.status)):
+        return None
+    if now.grpc_status:
+        return f"{_ENDINGS[now.result]} (gRPC status {now.grpc_status})"
+    return _ENDINGS[now.result] + (f" ({now.status})" if now.status is not None else "")
 
 
 def uids(rules: RuleSet, own: int) -> Iterator[tuple[str, int]]:
-    """Other users for which rules would be different: ("uid were 1337", 1337)."""
+    """Other users for which rules would be different: ("its uid were 1337", 1337)."""
     ranges = {
         span
         for table in rules.tables
@@ -109,10 +124,10 @@ def uids(rules: RuleSet, own: int) -> Iterator[tuple[str, int]]:
     if any(low <= own <= high for low, high in ranges):
         for spare in _SPARE_UIDS:
             if not any(low <= spare <= high for low, high in ranges):
-                yield f"uid were not {own}", spare
+                yield f"its uid were not {own}", spare
                 return
     for low, high in sorted(ranges):
-        yield (f"uid were {low}" if low == high else f"uid were in {low}-{high}"), low
+        yield (f"its uid were {low}" if low == high else f"its uid were one of {low}-{high}"), low
 
 
 def without_rules(rules: RuleSet, fate: Fate, hooks: Iterable[str]) -> Iterator[tuple[Rule, RuleSet]]:

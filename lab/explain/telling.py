@@ -14,7 +14,7 @@ from lab.verdict import Verdict
 
 _WORDS = {
     "ok": "it works",
-    "http-error": "an HTTP error",
+    "http-error": "it gets an HTTP error",
     "closed": "the connection opens and is closed without an answer",
     "refused": "the connection is refused",
     "timeout": "nothing answers in time",
@@ -50,7 +50,7 @@ def sentence(verdict: Verdict, journeys: Sequence[Journey] = ()) -> str:
         parts.insert(0, "undecided" if verdict.outcome is None else "in part undecided")
         parts.append(f"not known: {'; '.join(verdict.undecided)}")
     elif len({(j.result, j.status) for j in journeys}) > 1:
-        parts.append("one of several ends")
+        parts.append("or it ends otherwise")
     return f"{head}{', '.join(parts)}."
 
 
@@ -92,10 +92,10 @@ def _end(verdict: Verdict) -> str:
     if outcome is None:
         return "" if verdict.undecided else "what answers there is not known from here"
     text = _WORDS[outcome.result]
-    if outcome.status is not None:
+    if outcome.grpc_status:
+        text = f"it gets an error (gRPC status {outcome.grpc_status})"
+    elif outcome.status is not None:
         text += f" ({outcome.status})"
-    if outcome.grpc_status is not None:
-        text += f", gRPC status {outcome.grpc_status}"
     flags = verdict.envoy.response_flags if verdict.envoy else None
     if flags and flags != "-":
         text += f", flags {flags}"
