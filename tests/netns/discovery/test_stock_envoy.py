@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lab.discovery import snapshot
+from lab.discovery.node import Node
 from lab.manifests import load
 
 pytestmark = pytest.mark.root
@@ -37,25 +38,33 @@ def names(dump: dict[str, Any]) -> dict[str, set[str]]:
     return out
 
 
+AT_ONCE = 4  # Envoys
+
+
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda p: p.stem)
 def test_every_resource_is_accepted(topology: Path, run_envoy: Callable[..., Any]) -> None:
-    """By two Envoys, one on delta and one on state of the world."""
+    """Those of every sidecar, by two Envoys, one on delta and one on state of the world."""
     mesh = load.load([topology])
-    pod = next(p for p in mesh.pods if p.injected)
-    node = snapshot.node_for_pod(mesh, pod)
-    expected = snapshot.generate(mesh, node)
-    wanted = {"CDS", "LDS"} | ({"RDS"} if expected.routes else set()) | ({"EDS"} if expected.endpoints else set())
+    nodes = [snapshot.node_for_pod(mesh, pod) for pod in mesh.pods if pod.injected]
+    assert nodes
+    turns = asyncio.Semaphore(AT_ONCE)
 
-    async def scenario(flavour: str) -> None:
-        async with run_envoy(mesh, node, flavour) as envoy:
+    async def scenario(node: Node, flavour: str) -> None:
+        expected = snapshot.generate(mesh, node)
+        wanted = {"CDS", "LDS"} | ({"RDS"} if expected.routes else set()) | ({"EDS"} if expected.endpoints else set())
+        async with turns, run_envoy(mesh, node, flavour) as envoy:
             status = await envoy.acked(*wanted)
             assert all("error" not in t for t in status["types"].values()), json.dumps(status, indent=1)
             found = names(await envoy.config_dump())
-            assert found["clusters"] == set(expected.clusters)
-            assert found["listeners"] == set(expected.listeners)
-            assert found["routes"] == set(expected.routes)
+            assert found["clusters"] == set(expected.clusters), node.name
+            assert found["listeners"] == set(expected.listeners), node.name
+            assert found["routes"] == set(expected.routes), node.name
+            assert found["endpoints"] >= set(expected.endpoints), node.name  # and those of clusters without EDS
 
-    async def both() -> None:
-        await asyncio.gather(scenario("delta"), scenario("sotw"))
+    async def all_of_them() -> None:
+        async with asyncio.TaskGroup() as group:
+            for node in nodes:
+                for flavour in ("delta", "sotw"):
+                    group.create_task(scenario(node, flavour))
 
-    asyncio.run(both())
+    asyncio.run(all_of_them())
