@@ -103,6 +103,12 @@ def _print_json(document: object) -> None:
     click.echo(json.dumps(document, indent=2, default=str))
 
 
+def _progress(line: str) -> None:
+    """What is being done now, for somebody who waits at a terminal."""
+    if sys.stderr.isatty():
+        click.secho(f"{line} ...", err=True, dim=True)
+
+
 def _need_root(what: str) -> None:
     if os.geteuid() != 0:
         raise InputError(
@@ -429,14 +435,23 @@ def verify(
 
     if proof != "predicted":
         _need_root("lab verify")
+    if junit and not os.path.isdir(os.path.dirname(os.path.abspath(junit))):
+        raise InputError("cannot write the JUnit report", junit, "there is no such directory", "Make it first")
     outcome = verification.verify(
-        what, only=only, backend=backend, runtime=runtime, proof=proof, log=lambda line: click.echo(line, err=True)
+        what,
+        only=only,
+        backend=backend,
+        runtime=runtime,
+        proof=proof,
+        log=lambda line: click.echo(line, err=True),
+        progress=_progress,
     )
     if junit:
         try:
             Path(junit).write_text(outcome.junit(), encoding="utf-8")
         except OSError as error:
-            raise InputError("cannot write the JUnit report", junit, error.strerror or "") from None
+            why = error.strerror or str(error)
+            raise InputError("cannot write the JUnit report", junit, why, "Name another file") from None
     if as_json:
         _print_json(outcome.to_json())
     else:

@@ -76,11 +76,12 @@ def verify(
     log: Callable[[str], None],
     runtime: str = "netns",
     proof: Proof = "observed",
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
     """Runs the tests of the running lab ``what`` names, or of manifests, whose lab is then brought up and taken down.
 
-    Nothing given means the only lab that is up. ``log`` gets a line when something takes its time. ``proof``: see
-    `lab.proofs`; for ``predicted`` nothing is run at all.
+    Nothing given means the only lab that is up. ``log`` gets a line when something is not as asked for, ``progress`` one for
+    each phase. ``proof``: see `lab.proofs`; for ``predicted`` nothing is run at all.
 
     Raises:
         InputError: nothing to run, or bad manifests. LabError: the lab does not come up.
@@ -89,8 +90,9 @@ def verify(
 
     if proof == "predicted":
         return _predicted(what, only, backend)
-    with _lab(what, only, backend, log, runtime) as (lab, mesh), alone(lab.name, log):
+    with _lab(what, only, backend, log, runtime, progress) as (lab, mesh), alone(lab.name, log):
         tests = runner.select(mesh.tests, only)
+        progress(f"{lab.name}: {len(tests)} tests")
         verdicts = runner.run_tests(lab.name, mesh, tests)
         if proof == "observed":
             return Outcome(lab.name, lab.backend, verdicts)
@@ -133,7 +135,12 @@ def alone(name: str, log: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def _lab(
-    what: Sequence[str], only: str | None, backend: str, log: Callable[[str], None], runtime: str
+    what: Sequence[str],
+    only: str | None,
+    backend: str,
+    log: Callable[[str], None],
+    runtime: str,
+    progress: Callable[[str], None],
 ) -> Iterator[tuple[lifecycle.Lab, Mesh]]:
     from lab.probe import runner
 
@@ -161,8 +168,10 @@ def _lab(
         # The running lab is somebody's: these manifests get a lab of their own beside it.
         mesh = replace(mesh, name=_free_name(mesh.name))
         log(f"a lab of that name runs other manifests; this one is called {mesh.name}")
+    progress(f"{mesh.name}: up, {len(mesh.pods)} pods")
     with lifecycle.running(mesh, iptables=backend, runtime=runtime) as lab:
         yield lab, mesh
+        progress(f"{mesh.name}: down")
 
 
 def _same_manifests(mesh: Mesh) -> bool:

@@ -155,7 +155,9 @@ class Crew:
         """
         try:
             await asyncio.wait_for(asyncio.shield(self._driver.ready), _START)
-        except (TimeoutError, asyncio.CancelledError):
+        except (TimeoutError, asyncio.CancelledError) as e:
+            if isinstance(e, asyncio.CancelledError) and not self._driver.ready.cancelled():
+                raise  # it is we who are told to stop
             raise ObservationError("the driver does not start", why=f"exit {self._process.poll()}") from None
 
     async def send(self, where: Where, order: Order) -> Sent:

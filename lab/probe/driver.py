@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,13 @@ def _end(children: Mapping[int, tuple[enter.Child, int]]) -> int:
 def _buried(control: socket.socket, child: enter.Child, number: int) -> None:
     code = child.wait(0)
     if code and number:
-        channel.send(control, {"id": number, "error": f"the flow's process ended with {code}"})
+        _tell(control, {"id": number, "error": f"the flow's process ended with {code}"})
+
+
+def _tell(control: socket.socket, message: channel.Message) -> None:
+    """An answer, if whoever asked is still there: an interrupt ends it in the middle of flows."""
+    with suppress(BrokenPipeError):
+        channel.send(control, message)
 
 
 def _obey(
@@ -75,7 +82,7 @@ def _obey(
         else:
             child = _start_flow(message, control, number)
     except (LabError, OSError) as e:
-        channel.send(control, {"id": number, "error": str(e)})
+        _tell(control, {"id": number, "error": str(e)})
         return
     finally:
         for fd in fds:
@@ -91,8 +98,7 @@ def _start_flow(message: Mapping[str, Any], control: socket.socket, number: int)
     whole: tuple[enter.Kind, ...] = ("net", "mnt", "pid") if message.get("whole") else ("net",)
 
     def work() -> int:
-        answer = {"id": number, "sent": send(order).to_json()}
-        channel.send(control, answer)
+        _tell(control, {"id": number, "sent": send(order).to_json()})
         return 0
 
     who = ROOT if order.crafted or order.uid == 0 else Identity(order.uid, order.uid)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,18 @@ def test_a_full_disk_leaves_no_lab(manifest: Path, verb: tuple[str, ...]) -> Non
     assert [line for line in lines if line.startswith("error: ")] == [lines[-1]]
     assert lines[-1].startswith(FULL)
     assert NAME not in labs()
+
+
+def test_a_terminal_hears_of_each_phase_and_json_stays_whole(manifest: Path) -> None:
+    ours, theirs = os.openpty()
+    with os.fdopen(ours, "rb", buffering=0) as terminal:
+        command = [sys.executable, "-m", "lab", "verify", "--json", str(manifest)]
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, timeout=120, check=True)
+        os.close(theirs)
+        said = terminal.read(65536).decode()
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in said.splitlines()]
+    assert lines == [f"{NAME}: up, 2 pods ...", f"{NAME}: 1 tests ...", f"{NAME}: down ..."]
+    assert json.loads(result.stdout)["summary"]["passed"] == 1
 
 
 @pytest.mark.parametrize("redirection", [">&-", "<&- >&- 2>&-"])

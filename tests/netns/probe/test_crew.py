@@ -12,8 +12,10 @@ import pytest
 from probe_yard import Yard
 
 from lab.errors import ObservationError
+from lab.probe import driver
 from lab.probe.crew import Crew, Where, launch
 from lab.probe.orders import Order, Sent
+from lab.runtime import channel
 
 pytestmark = pytest.mark.root
 
@@ -198,6 +200,28 @@ def test_what_cannot_be_done_is_told_in_one_line(yard: Yard) -> None:
         assert (await crew.send(yard.where("a"), Order(B, 9000, "tcp"))).result == "ok"
 
     with_crew(work)
+
+
+def test_an_interrupt_while_the_driver_starts_is_no_error_of_its() -> None:
+    async def run() -> None:
+        crew = Crew(launch())
+        waiting = asyncio.create_task(crew.ready())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        try:
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        finally:
+            await crew.close()
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_nobody_waits_for_is_dropped() -> None:
+    ours, theirs = channel.pair()
+    ours.close()
+    with theirs:
+        driver._tell(theirs, {"id": 1})
 
 
 def test_nothing_is_left_when_the_crew_is_gone(yard: Yard) -> None:

@@ -41,6 +41,16 @@ def test_an_empty_word_is_wrong_use(args: tuple[str, ...], capsys: pytest.Captur
     assert line.count("\n") == 1
 
 
+def test_a_report_that_cannot_be_written_is_told_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "nowhere" / "report.xml"
+    assert cli.main(["verify", "--proof", "predicted", "--junit", str(report), "no-such-file.yaml"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: cannot write the JUnit report: {report}: there is no such directory. Make it first\n"
+    )
+
+
 def test_an_empty_word_may_be_part_of_a_command() -> None:
     parsed = cli.cli.commands["exec"].make_context("exec", ["a.b", "--", "printf", ""])
     assert parsed.params["command"] == ("printf", "")
