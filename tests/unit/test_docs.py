@@ -17,6 +17,7 @@ import os
 import re
 import subprocess
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,7 +137,12 @@ def script(block: Block, codes: str) -> str:
     lines = ["set -u"]
     if "root" in block.words:
         # A lab's state lies there: this block sees its own alone, and what it leaves up ends with it.
-        lines += ["mount -t tmpfs -o mode=0755 tmpfs /run/sidecarlab", "trap 'lab down --all >/dev/null 2>&1' EXIT"]
+        # A mount of another lab of the same name, hidden or not, would be taken for its own.
+        lines += [
+            "cut -d' ' -f5 /proc/self/mountinfo | grep ^/run/sidecarlab/ | sort -r | xargs -r umount -l",
+            "mkdir -p /run/sidecarlab && mount -t tmpfs -o mode=0755 tmpfs /run/sidecarlab || exit",
+            "trap 'lab down --all >/dev/null 2>&1' EXIT",
+        ]
     for number, command in enumerate(block.commands):
         last = number == len(block.commands) - 1
         lines += [f"( {command}\n)", f'code=$?; echo "$code" >> {codes}']
@@ -180,12 +186,10 @@ def run(block: Block, path: Path) -> list[int]:
     codes = path / "codes"
     codes.touch()
     command = ["bash", "-c", script(block, str(codes))]
-    made = False
     if "root" in block.words:
-        made = not os.path.isdir("/run/sidecarlab")
-        os.makedirs("/run/sidecarlab", exist_ok=True)
         # With its pid namespace ends every process of it, whatever happens.
         command = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", *command]
+    made = not os.path.isdir("/run/sidecarlab")
     try:
         done = subprocess.run(
             command,
@@ -204,7 +208,8 @@ def run(block: Block, path: Path) -> list[int]:
         )
     finally:
         if made:
-            os.rmdir("/run/sidecarlab")
+            with suppress(OSError):  # somebody's lab may have come up meanwhile
+                os.rmdir("/run/sidecarlab")
     print(done.stdout)  # pytest shows it where the block fails
     return [int(code) for code in codes.read_text().split()]
 
@@ -289,3 +294,19 @@ def test_a_root_block_sees_no_lab_of_this_machine(tmp_path: Path) -> None:
     commands = ('test -z "$(ls /run/sidecarlab)"', "touch /run/sidecarlab/mine", 'test "$$" -lt 100')
     assert run(block(*commands, words=("root",)), tmp_path) == [0, 0, 0]
     assert not os.path.exists("/run/sidecarlab/mine")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts")
+def test_a_root_block_sees_no_mount_of_a_lab(tmp_path: Path) -> None:
+    # What hides below the block's own directory is still in its table of mounts, where `lab down` looks.
+    pin = Path(f"/run/sidecarlab/slt-docs-{os.getpid()}")
+    pin.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(pin)], check=True)
+    try:
+        assert run(block(f"! grep {pin} /proc/self/mountinfo", words=("root",)), tmp_path) == [0]
+        assert pin.is_mount()
+    finally:
+        subprocess.run(["umount", str(pin)], check=True)
+        pin.rmdir()
+        with suppress(OSError):
+            pin.parent.rmdir()
