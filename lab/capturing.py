@@ -338,9 +338,18 @@ class _Knowledge:
             return [], {}
 
     async def learn(
-        self, c: Connection, flow: Flow, begins: bool, found: Sequence[Socket], holders: Mapping[int, str]
+        self,
+        c: Connection,
+        flow: Flow,
+        begins: bool,
+        over_lo: bool,
+        found: Sequence[Socket],
+        holders: Mapping[int, str],
     ) -> None:
-        """Fills in what is known of the connection that a packet of ``flow`` belongs to."""
+        """Fills in what is known of the connection that a packet of ``flow`` belongs to.
+
+        ``over_lo``: both of its ends are here, whatever their addresses say (with TPROXY Envoy keeps its client's).
+        """
         try:
             await self._ask(c, flow, begins)
         except LabError as e:
@@ -349,9 +358,9 @@ class _Knowledge:
         last = c.changed or first
         if not c.original and not begins and any(s.waits and s.local[1] == flow.sport for s in found):
             first = last = flow.reversed()  # what listens on that port here answers
-        if self._is_here(first.src):
+        if over_lo or self._is_here(first.src):
             c.client = _owner(sockets.sender(found, first), holders) or c.client
-        if self._is_here(last.dst):
+        if over_lo or self._is_here(last.dst):
             port = c.captured_to or last.dport
             c.server = _owner(sockets.receiver(found, (last.dst, port), (first.src, first.sport), holders), holders)
         if not begins:
@@ -561,11 +570,11 @@ class _Capture:
             if not self._wants(packet.kind, packet.flow):
                 continue
             self._accepted += 1
-            self._queue.append((frame, packet, self._connection(packet)))
+            self._queue.append((frame, packet, self._connection(packet, frame.direction == "lo")))
             if self._accepted == self._count:
                 self._end("")
 
-    def _connection(self, packet: Decoded) -> _Pending | None:
+    def _connection(self, packet: Decoded, over_lo: bool) -> _Pending | None:
         flow = packet.flow
         if flow is None or flow.proto not in ("tcp", "udp"):
             return None
@@ -575,17 +584,25 @@ class _Capture:
             pending = self._connections[key] = _Pending()
             if len(self._connections) > _REMEMBERED:
                 self._connections.popitem(last=False)
-            task = asyncio.ensure_future(self._learn(pending, flow, packet.begins, *self._known.sockets(flow.proto)))
+            task = asyncio.ensure_future(
+                self._learn(pending, flow, packet.begins, over_lo, *self._known.sockets(flow.proto))
+            )
             self._learning.add(task)
             task.add_done_callback(self._learning.discard)
         self._connections.move_to_end(key)
         return pending
 
     async def _learn(
-        self, pending: _Pending, flow: Flow, begins: bool, found: Sequence[Socket], holders: Mapping[int, str]
+        self,
+        pending: _Pending,
+        flow: Flow,
+        begins: bool,
+        over_lo: bool,
+        found: Sequence[Socket],
+        holders: Mapping[int, str],
     ) -> None:
         try:
-            await self._known.learn(pending.connection, flow, begins, found, holders)
+            await self._known.learn(pending.connection, flow, begins, over_lo, found, holders)
             self._merge(pending, begins)
         finally:
             pending.known = True

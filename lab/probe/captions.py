@@ -16,6 +16,7 @@ from lab.trace.flows import Flow, parse_headers
 from lab.trace.headers import Decoded
 from lab.trace.taps import Frame
 
+_PROXIES = ("Envoy", "agent")
 _DNS_PORTS = (53, 15053)
 _UNREACHABLE = {0: "net unreachable", 1: "host unreachable", 3: "port unreachable", 4: "too big", 13: "prohibited"}
 
@@ -125,7 +126,8 @@ class Captioner:
     def _over_lo(self, flow: Flow, c: Connection, back: bool) -> str:
         original = c.original or (flow.reversed() if back else flow)
         client, server = self._client(c, original), str(c.server) if c.server else "an unknown process"
-        if original.src in ("127.0.0.6", "::6"):
+        apps = c.client is not None and c.client.name == "Envoy" and (c.server is None or c.server.name not in _PROXIES)
+        if apps or original.src in ("127.0.0.6", "::6"):
             if back:
                 return f"{server} -> {client}: answers to {written(original.src, original.sport)}"
             return f"{client} -> {server}, port {original.dport}: the app sees {written(original.src, original.sport)}"

@@ -434,8 +434,13 @@ class _Teller:
         headers = body.get("headers")
         if isinstance(headers, Mapping):
             yield from (Detail(f"header {k}: {v}", "app") for k, v in sorted(headers.items()))
-        if body.get("tls"):
-            yield Detail(f"TLS of the app: {', '.join(f'{k} {v}' for k, v in body['tls'].items())}", "app")
+        tls = body.get("tls")
+        if isinstance(tls, Mapping):
+            client = f"client {tls['peer_san']}" if tls.get("peer_san") else "no client certificate"
+            yield Detail(
+                f"{tls.get('version')}, SNI {tls.get('sni') or 'none'}, ALPN {tls.get('alpn') or 'none'}, {client}",
+                "app",
+            )
 
     # --- the end ----------------------------------------------------------------------------
 

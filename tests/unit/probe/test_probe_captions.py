@@ -107,6 +107,16 @@ def test_the_far_envoy_comes_to_its_app_from_127_0_0_6() -> None:
     assert "app (uid 1000) -> Envoy (uid 1337): answers to 127.0.0.6:37412" in tell(flow.reversed(), known, pod=FAR)
 
 
+def test_with_tproxy_the_app_sees_the_clients_own_address() -> None:
+    flow = Flow("tcp", POD, 53258, FAR, 8080)
+    known = Connection(flow, flow, client=ENVOY, server=APP)
+    assert tell(flow, known, pod=FAR).startswith(
+        "Envoy (uid 1337) -> app (uid 1000), port 8080: the app sees 10.244.1.1:53258"
+    )
+    admin = Connection(flow, flow, client=AGENT, server=ENVOY)
+    assert tell(flow, admin, pod=FAR).startswith("agent (uid 1337) -> Envoy (uid 1337) (8080): within the pod")
+
+
 def test_a_lookup_names_zone_and_question() -> None:
     import dns.message
 

@@ -200,6 +200,17 @@ def test_a_policy_decides_where_no_rule_does() -> None:
     assert found.details[0].text == "output: legacy nat OUTPUT: -P OUTPUT ACCEPT"
 
 
+def test_tls_that_the_app_ends_itself_is_told() -> None:
+    tls = {"version": "TLSv1.3", "sni": "two.example", "alpn": None, "peer_san": None}
+    body = {"pod": "unknown", "peer": {"address": POD, "port": 50000}, "tls": tls}
+    found = told(replace(FACTS, far=None, sent=replace(FACTS.sent, body=body)))["far-pod"]
+    assert (found.place, found.text) == ("unknown", f"answers; it sees {POD}:50000 as its peer")
+    assert [d.text for d in found.details] == [
+        f"unknown sees {POD}:50000 as its peer",
+        "TLSv1.3, SNI two.example, ALPN none, no client certificate",
+    ]
+
+
 def test_json_of_a_hop() -> None:
     hop = told(FACTS)["cluster"].to_json()
     assert (hop["number"], hop["step"], hop["place"], hop["happened"]) == (7, "cluster", "frontend.frontend", True)
