@@ -319,7 +319,8 @@ def _with_files(mesh: Mesh) -> Mesh:
     """With absolute paths: the supervisor has another working directory."""
     missing = next((file for file in mesh.files if not Path(file).is_file()), None)
     if missing is not None or not mesh.files:
-        raise InputError("a lab needs manifest files", missing or "", "discovery and cluster DNS read them, too")
+        why = "discovery and cluster DNS read them, too"
+        raise InputError("a lab needs manifest files", missing or "", why, "Name regular files.")
     return replace(mesh, files=tuple(os.path.abspath(file) for file in mesh.files))
 
 

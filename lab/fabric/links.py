@@ -192,12 +192,16 @@ def _check(link: Link, places: Sequence[Place]) -> None:
         lowest = _SMALLEST_MTU6 if any(":" in a for p in places for a in p.addresses) else _SMALLEST_MTU
         if not lowest <= link.mtu <= _LARGEST_MTU:
             raise InputError(
-                f'Link "{link.meta.name}" has an MTU of {link.mtu}', where, f"it must be {lowest} to {_LARGEST_MTU}"
+                f'Link "{link.meta.name}" has an MTU of {link.mtu}',
+                where,
+                f"it must be {lowest} to {_LARGEST_MTU}",
+                "Correct spec.mtu.",
             )
     if not 0 <= link.loss_percent <= 100:
-        raise InputError(f'Link "{link.meta.name}" loses {link.loss_percent} %', where, "it must be 0 to 100")
+        what = f'Link "{link.meta.name}" loses {link.loss_percent} %'
+        raise InputError(what, where, "it must be 0 to 100", "Correct spec.loss.")
     if link.rate_bits < 0:
-        raise InputError(f'Link "{link.meta.name}" has a rate below 0', where)
+        raise InputError(f'Link "{link.meta.name}" has a rate below 0', where, "", "Correct spec.rate.")
 
 
 def _hops(source: Place, target: Place, uplinks: Mapping[str, str]) -> Iterable[tuple[str, str, Selection]]:

@@ -112,7 +112,8 @@ class Record:
                     return cls._create(name, lab_id or new_id())
                 _refuse_running(_info(name))
             down(name, 10.0)
-        raise LabError(f'lab "{name}" could not be claimed', str(paths.run_dir(name)), "others keep claiming it")
+        why = "others keep claiming it"
+        raise LabError(f'lab "{name}" could not be claimed', str(paths.run_dir(name)), why, "Give another --name.")
 
     @classmethod
     def _create(cls, name: str, lab_id: str) -> Record:
@@ -456,7 +457,8 @@ def _unmount(name: str, entries: list[Entry]) -> list[str]:
         except OSError as e:
             if e.errno in (errno.EINVAL, errno.ENOENT):  # gone with the one above it
                 continue
-            raise LabError(f'lab "{name}" is not down', point, f"it cannot be unmounted: {e.strerror}") from None
+            why = f"it cannot be unmounted: {e.strerror}"
+            raise LabError(f'lab "{name}" is not down', point, why, "Unmount it and try again.") from None
         removed.append(f"namespace {places[point]}" if point in places else f"mount {point}")
     return removed
 
@@ -487,7 +489,8 @@ def _remove_files(name: str, entries: list[Entry]) -> list[str]:
     inside = str(directory) + "/"
     if any(p == str(directory) or p.startswith(inside) for p in _mounts()):
         # Removing through a mount would remove what is not ours.
-        raise LabError(f'lab "{name}" is not down', str(directory), "something is still mounted there")
+        why = "something is still mounted there"
+        raise LabError(f'lab "{name}" is not down', str(directory), why, "Unmount it and try again.")
     removed = []
     for entry in entries:
         path = str(entry.get("path", ""))
@@ -497,7 +500,8 @@ def _remove_files(name: str, entries: list[Entry]) -> list[str]:
             except FileNotFoundError:
                 continue
             except OSError as e:
-                raise LabError(f'lab "{name}" is not down', path, f"it cannot be removed: {e.strerror}") from None
+                why = f"it cannot be removed: {e.strerror}"
+                raise LabError(f'lab "{name}" is not down', path, why, "Remove it and try again.") from None
             removed.append(f"file {path}")
     shutil.rmtree(directory, onerror=_ignore_missing)
     return [*removed, f"directory {directory}"]

@@ -118,7 +118,8 @@ def _in_directory(path: Path) -> list[Path]:
     try:
         found = sorted(entry for entry in path.iterdir() if entry.suffix in (".yaml", ".yml") and entry.is_file())
     except OSError as error:
-        raise InputError("cannot read a directory", str(path), error.strerror or str(error)) from None
+        why = error.strerror or str(error)
+        raise InputError("cannot read a directory", str(path), why, "Name one that can be read.") from None
     if not found:
         raise InputError("no manifests", str(path), "the directory holds no *.yaml or *.yml", "Name another.")
     return found

@@ -191,7 +191,8 @@ class Supervisor:
                 await self._unless_rejected(_all(asyncio.shield(services), *map(start, everything)))
         except TimeoutError:
             if not services.done():
-                raise LabError(f"the lab was not ready after {limit:g} s", why="discovery is not") from None
+                why, next_step = "discovery is not", "Give it longer with --timeout."
+                raise LabError(f"the lab was not ready after {limit:g} s", why=why, next_step=next_step) from None
             late = next(r for r in everything if not r.ready)
             raise await self._not_ready(late, f"after {limit:g} s {late.reason}") from None
         self._check_running(everything)
@@ -334,12 +335,16 @@ class Supervisor:
     async def _not_ready(self, running: Running, reason: str) -> LabError:
         kind = "pod" if running.pod is not None else "external host"
         nack = (await self.nacks()).get(running.name)
+        next_step = "Correct the manifests and try again."
         if nack:
             reason = f"{reason}; its Envoy rejected {nack}"
+            next_step = f"Correct what makes it: lab proxy-config {running.name} -f FILE shows what Envoy gets."
         elif running.pod is not None and running.pod.injected and "agent" in running.expected:
             last = last_error(files.agent_log(self._lab, running.name))
             reason = f"{reason}; the agent's last word: {last}" if last and last not in reason else reason
-        return InputError(f"{kind} {running.name} did not become ready", why=reason)
+        if not nack and reason.startswith("after "):
+            next_step = "Correct the manifests, or give it longer with --timeout."
+        return InputError(f"{kind} {running.name} did not become ready", why=reason, next_step=next_step)
 
     def _store_manifests(self) -> None:
         """Copies in the order in which they were read: order decides who is oldest."""

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
-from lab.errors import LabError
+from lab.errors import LabError, ObservationError
 from lab.fabric import record
 from lab.fabric.record import Record
 from lab.manifests.model import Mesh
@@ -79,6 +79,7 @@ def run(options: Options, lab_id: str, zygote: launch.Launched) -> int:
     try:
         asyncio.run(_run(options, lab_id, zygote, say, let_go))
     except LabError as e:
+        e.next_step = e.next_step or _next_step(e)
         say({"event": "error", "error": error_to_json(e)})
         return e.exit_code
     except Exception as e:
@@ -88,6 +89,13 @@ def run(options: Options, lab_id: str, zygote: launch.Launched) -> int:
         return 1
     say({"event": "down"})
     return 0
+
+
+def _next_step(error: LabError) -> str:
+    """What to do about an error that does not say so itself: nobody's manifests are at fault."""
+    if isinstance(error, ObservationError):
+        return "Nothing of the lab is left. Run it where the kernel can do that."
+    return "Nothing of the lab is left: try again, and report it if it stays."
 
 
 async def _run(

@@ -417,6 +417,7 @@ def test_failed_up_is_one_line_and_leaves_nothing(name: str, tmp_path: Path) -> 
     done = lab_command("up", manifests(tmp_path, LOST, OUTSIDE), "--name", name, "--timeout", "3")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: pod web.shop did not become ready: ")
+    assert done.stderr.endswith(" Correct the manifests, or give it longer with --timeout.\n")
     assert done.stderr.count("\n") == 1
     assert not paths.run_dir(name).exists()
 
@@ -424,7 +425,8 @@ def test_failed_up_is_one_line_and_leaves_nothing(name: str, tmp_path: Path) -> 
 def test_pod_whose_init_fails_is_named(name: str, tmp_path: Path) -> None:
     odd = MESH.replace("proxyMetadata: {", 'proxyMetadata: {CAPTURE_ALL_DNS: "maybe", ')
     with pytest.raises(
-        InputError, match=r"pod web\.shop did not become ready: init: it ended with 1: .*'maybe' is not"
+        InputError,
+        match=r"pod web\.shop did not become ready: init: it ended with 1: .*'maybe' is not.* Correct the manifests",
     ):
         lifecycle.Lab.up(load([manifests(tmp_path, odd)]), name)
     assert not paths.run_dir(name).exists()
@@ -435,7 +437,8 @@ def test_configuration_that_envoy_rejects_is_told_in_its_words(name: str, tmp_pa
         "    enableAutoMtls: false",
         "    enableAutoMtls: false\n    accessLogFile: /dev/stdout\n    accessLogFormat: '%NO_SUCH_COMMAND%'",
     )
-    with pytest.raises(InputError, match=r"pod web\.shop did not become ready: .*rejected LDS: .*NO_SUCH_COMMAND"):
+    said = r"pod web\.shop did not become ready: .*rejected LDS: .*NO_SUCH_COMMAND.*lab proxy-config web\.shop -f FILE"
+    with pytest.raises(InputError, match=said):
         lifecycle.Lab.up(load([manifests(tmp_path, bad)]), name, timeout=600.0)  # it need not be waited for
     assert not paths.run_dir(name).exists()
 
