@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from lab.explain import compare
 from lab.explaining import MeshWorld
 from lab.manifests.load import load
 from lab.manifests.model import Mesh
+from lab.matrix import difference
 from lab.matrix.cells import Cell, cell
 from lab.matrix.matrix import Matrix, as_test, matrix, sources
 from lab.matrix.sides import read
@@ -71,3 +75,27 @@ def test_a_lab_that_runs_has_the_matrix_of_its_manifests(running: lifecycle.Lab,
     assert found.live
     assert [told(field) for field in found.cells] == [told(field) for field in predicted.cells]
     assert [field.sentence for field in found.cells] == [field.sentence for field in predicted.cells]
+
+
+def test_a_lab_that_runs_does_not_differ_from_its_manifests(running: lifecycle.Lab) -> None:
+    before = read([running.name])
+    found = difference.between(before, read([str(QUICKSTART)], previous=before.mesh))
+    assert found.flows.compared > 100
+    assert not found, list(found.lines(200))
+
+
+def test_what_new_manifests_would_do_to_a_lab_that_runs(running: lifecycle.Lab) -> None:
+    registry_only = str(QUICKSTART.parent / "registry-only.yaml")
+    done = subprocess.run(
+        [sys.executable, "-m", "lab", "diff", running.name, registry_only, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    document = json.loads(done.stdout)
+    assert (document["before"]["source"], document["after"]["source"]) == ("lab", "manifests")
+    broken = {(c["from"], c["to"]["port"]) for c in document["changes"] if c["to"]["host"] == "unknown.example"}
+    assert {port for pod, port in broken if pod == "frontend.frontend"} == {80, 443, 8081, 9000}
+    assert document["places"] == {"added": [], "removed": [], "replaced": [], "restarted": []}
