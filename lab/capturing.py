@@ -2,7 +2,7 @@
 
 Packets come from AF_PACKET sockets opened inside the pod's network namespace; what they are comes from the lab's observer
 (conntrack and trace), from the kernel's list of sockets and from the manifests. Nothing is planted, and nobody waits by polling: a
-packet is held back until the observer has told of its flow, at most `_PATIENCE` seconds, so the order stays that of the wire.
+packet is held back until the observer has told of its flow (or `_LONGEST` seconds), so the order stays that of the wire.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from lab.manifests.model import Mesh
 
 _PATIENCE = 0.3  # seconds until the observer must have told of a flow
+_LONGEST = 1.5  # seconds that packets are held back for one, if the observer itself is late
 _AT_ONCE = 256  # packets read from one tap before the others have their turn
 _REMEMBERED = 10_000  # connections
 _EVIDENCE_BYTES = 1 << 20  # of an Envoy's evidence that are looked at
@@ -351,7 +352,10 @@ class _Knowledge:
         ``over_lo``: both of its ends are here, whatever their addresses say (with TPROXY Envoy keeps its client's).
         """
         try:
-            await self._ask(c, flow, begins)
+            async with asyncio.timeout(_LONGEST):
+                await self._ask(c, flow, begins)
+        except TimeoutError:
+            c.unknown = "the lab's observer has more to do than it can"
         except LabError as e:
             c.unknown = e.why or e.what
         first = c.original or flow
