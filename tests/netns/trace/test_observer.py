@@ -115,6 +115,33 @@ def test_a_question_waits_for_the_flow_and_no_longer_than_asked(net, observer: s
     asyncio.run(query())
 
 
+def test_a_tracked_flow_is_waited_for_until_conntrack_tells_of_it(net, observer: str) -> None:
+    async def query() -> None:
+        client = await Client.connect(observer)
+        s = net.socket(socket.SOCK_DGRAM)
+        s.bind(("10.5.0.2", 0))
+        s.sendto(b"x", ("10.5.0.1", 9))  # traced, but nothing in this namespace needs connection tracking
+        flow = ("pod", "udp", *s.getsockname())
+        assert (await client.flow(*flow, wait=5)).packets
+        untracked = await client.flow(*flow, wait=0.01, tracked=True)
+        assert (bool(untracked.packets), untracked.conntrack, untracked.complete) == (True, [], False)
+
+        net.run("iptables-legacy-restore", "--noflush", stdin=ISTIO_NAT)
+        net.listen(15001)
+        c = net.socket()
+        c.connect(("198.51.100.7", 80))
+        tracked = await client.flow("pod", "tcp", *c.getsockname(), wait=5, tracked=True)
+        assert [e.reply.sport for e in tracked.conntrack] == [15001]
+        chains = [step.chain for step in tracked.packets[0].steps if step.hook == "output"]
+        assert chains == ["OUTPUT", "ISTIO_OUTPUT", "ISTIO_REDIRECT"], "all its rules came before"
+        client.ended.add_done_callback(lambda _: ended.append(True))
+        await client.close()
+
+    ended: list[bool] = []
+    asyncio.run(query())
+    assert ended == [True]
+
+
 def test_attach_and_detach(net, observer: str) -> None:
     assert ask(observer, {"op": "detach", "place": "pod"}) == [{"ok": True, "detached": True}]
     assert "sidecarlab-trace" not in net.run("nft", "list", "tables")
