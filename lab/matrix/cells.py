@@ -15,7 +15,8 @@ How = Literal["mtls", "tls", "plaintext", "passthrough", "direct", "blocked", "f
 wire. ``passthrough``: captured, and sent on as it came. ``direct``: no proxy of the client has it. ``blocked``: a proxy ends it
 without asking anybody. ``failed``: nothing answers at its end. ``undecided``: it depends on what is not known."""
 
-PASSTHROUGH = ("PassthroughCluster", "InboundPassthroughCluster")
+PASSTHROUGH = ("PassthroughCluster", "AllowAnyDynamicDNSCluster")
+"""Clusters for what no ServiceEntry and no Service declares; the second one looks up the Host header."""
 BLACK_HOLE = "BlackHoleCluster"
 _WORDS: Mapping[str, str] = {"mtls": "mTLS", "tls": "TLS"}
 
@@ -26,7 +27,8 @@ class Cell:
 
     ``reaches``: the client gets an answer that is no error; None if that is not known. ``wire``: what is seen between the two ends
     (``mtls``, ``tls``, ``plaintext``), None if nothing comes so far. ``far`` is the pod that has it in the end, ``far_captured``
-    whether that pod's proxy takes it. ``blocked_by`` is the pod whose proxy ended it. ``courses``: where it is not the same each time.
+    whether that pod's proxy takes it. ``blocked_by`` is the pod whose proxy ended it. ``ways``: all that ``how``
+    can be. ``courses``: where it is not the same each time.
     """
 
     source: str
@@ -38,6 +40,7 @@ class Cell:
     far: str | None = None
     far_captured: bool | None = None
     blocked_by: str | None = None
+    ways: tuple[How, ...] = ()
     courses: tuple[tuple[tuple[str, Any], ...], ...] = ()
     sentence: str = ""
 
@@ -62,7 +65,8 @@ class Cell:
         """How it ended, in few words: ``502``, ``closed UH``, ``refused``."""
         outcome = self.verdict.outcome
         if outcome is None:
-            return "?"
+            ends = (dict(course) for course in self.courses)
+            return " or ".join(dict.fromkeys(str(end["status"] or end["result"]) for end in ends)) or "?"
         flags = self.flags
         grpc = f"gRPC {outcome.grpc_status}" if outcome.grpc_status else None
         said = grpc or (str(outcome.status) if outcome.status is not None else outcome.result)
@@ -78,7 +82,7 @@ class Cell:
         if self.how == "failed":
             return f"failed {self.ending}"
         if self.how == "undecided":
-            return "varies" if len(self.courses) > 1 else "undecided"
+            return " or ".join(_WORDS.get(way, way) for way in self.ways) if len(self.ways) > 1 else "undecided"
         if self.reaches is None and len(self.courses) > 1:
             return f"{word}, varies"
         return word if self.reaches else f"{word}, {self.ending}"
@@ -94,6 +98,8 @@ class Cell:
     @property
     def clusters(self) -> tuple[str, ...]:
         """The clusters that the client's proxy may choose; mostly it is one."""
+        if not self.captured:
+            return ()
         named = (dict(course).get("cluster") for course in self.courses) if self.courses else (self.cluster,)
         return tuple(dict.fromkeys(name for name in named if name))
 
@@ -111,6 +117,7 @@ class Cell:
             "from": self.source,
             "to": {**self.target.to_json(), "address": v.to.address},
             "how": self.how,
+            "ways": list(self.ways),
             "reaches": self.reaches,
             "wire": self.wire,
             "captured": self.captured,
@@ -145,10 +152,10 @@ def cell(
         courses: all that can become of the flow, each with its chance (`lab.explain.predict.distribution`).
         parts: the verdict of each of them, if they are several.
     """
-    hows = {_how(part) for part in parts or (verdict,)}
+    hows = tuple(dict.fromkeys(_how(part) for part in parts or (verdict,)))
     reached = {_reaches(part) for part in parts or (verdict,)}
     known = all(text.startswith(CHANCE) for text in verdict.undecided)
-    how = next(iter(hows)) if len(hows) == 1 and (known or verdict.outcome is not None) else "undecided"
+    how = hows[0] if len(hows) == 1 and (known or verdict.outcome is not None) else "undecided"
     if how == "undecided" and not parts and verdict.outcome is None:
         how = _path(verdict) or "undecided"
     far = verdict.inbound
@@ -162,6 +169,7 @@ def cell(
         far=far.pod if far else None,
         far_captured=far.captured if far else None,
         blocked_by=_blocked_by(verdict) if how == "blocked" else None,
+        ways=hows if how == "undecided" else (how,),
         courses=tuple(tuple(course.items()) for course in courses) if len(courses) > 1 else (),
         sentence=sentence,
     )

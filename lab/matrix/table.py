@@ -25,7 +25,7 @@ _MEANING: Mapping[How, str] = {
     "direct": "direct: past the client's proxy, or it has none",
     "blocked": "blocked: a proxy ends it and asks nobody",
     "failed": "failed: nobody answers at its end",
-    "undecided": "undecided, varies: not known from here, or not the same each time",
+    "undecided": "undecided, or one of several: not known from here, or not the same each time",
 }
 _GAP = "  "
 _FEW = 6
@@ -47,8 +47,12 @@ def lines(found: Matrix, width: int) -> Iterator[str]:
     counts = Counter(cell.how for cell in found.cells)
     shown = ", ".join(f"{counts[how]} {how}" for how in _MEANING if counts[how])
     live = " as it runs" if found.live else ""
-    yield f"{found.name}{live}: {len(found.sources)} sources, {len(found.targets)} targets: {shown}"
+    yield f"{found.name}{live}: {_count(found.sources, 'source')}, {_count(found.targets, 'target')}: {shown}"
     yield from (f"  {_MEANING[how]}" for how in _MEANING if counts[how])
+
+
+def _count(things: Sequence[object], name: str) -> str:
+    return f"{len(things)} {name}{'s' if len(things) != 1 else ''}"
 
 
 def _rows(found: Matrix) -> list[tuple[Target, list[Cell]]]:

@@ -118,6 +118,19 @@ def test_weights_name_every_cluster(tmp_path: Path) -> None:
     assert [course["chance"] for course in cell.to_json()["courses"]] == [0.9, 0.1]
 
 
+def test_what_is_not_the_same_each_time_names_its_ways() -> None:
+    """A headless service leads to its client's own pod, past the proxy, or to the other one."""
+    found = matrix(known(ROOT / "topologies" / "headless.yaml").world, ["db-0.data"], ["db.data:9000"])
+    (cell,) = found.cells
+    assert (cell.how, cell.reaches, cell.word) == ("undecided", True, "direct or plaintext")
+    assert cell.to_json()["ways"] == ["direct", "plaintext"]
+
+
+def test_an_unknown_host_that_is_looked_up_by_its_header_is_passed_through() -> None:
+    found = words(ROOT / "topologies" / "allow-any-dynamic-dns.yaml")
+    assert found["client.shop", "other.example:80"] == "passthrough"
+
+
 def test_a_field_is_the_verdict_that_explain_gives(quickstart: Matrix) -> None:
     """Not a second opinion: the question that `lab explain` asks gets the same answer."""
     mesh = load([QUICKSTART])
@@ -255,7 +268,7 @@ def test_the_many_of_a_wide_matrix_are_told_last_and_not_by_name() -> None:
 @pytest.mark.parametrize("width", [40, 80, 200, 1000])
 def test_a_summary_counts_every_field_once(quickstart: Matrix, width: int) -> None:
     line = next(line for line in shown(quickstart, width) if line.startswith("quickstart: "))
-    assert sum(map(int, re.findall(r"(\d+) (?!sources|targets)", line))) == len(quickstart.cells)
+    assert sum(map(int, re.findall(r"(\d+) (?!sources?|targets?)", line))) == len(quickstart.cells)
 
 
 def lab(*args: str) -> subprocess.CompletedProcess[str]:
@@ -265,7 +278,7 @@ def lab(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 FIELD = {
-    "from", "to", "how", "reaches", "wire", "captured", "listener", "route", "virtual_host", "cluster", "endpoint", "far",
+    "from", "to", "how", "ways", "reaches", "wire", "captured", "listener", "route", "virtual_host", "cluster", "endpoint", "far",
     "blocked_by", "result", "status", "grpc_status", "flags", "courses", "undecided", "sentence",
 }  # fmt: skip
 
