@@ -10,6 +10,7 @@ import functools
 import importlib
 import json
 import os
+import resource
 import shutil
 import sys
 import threading
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 BACKENDS = ("auto", "legacy", "nft", "native-nft")
 PROTOCOLS = ("http", "grpc", "tcp", "tls", "udp", "dns", "dns-tcp", "icmp")
+_FILES = 16384
 KINDS = ("bootstrap", "listeners", "routes", "clusters", "endpoints", "secrets", "nds", "all")
 
 
@@ -41,8 +43,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _told(argv)
     from lab.output import guarded
 
+    _have_enough_files()
     with guarded():
         return _told(sys.argv[1:])
+
+
+def _have_enough_files() -> None:
+    """A lab holds some ten descriptors for each pod, whatever limit a shell was given; its processes inherit ours."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY in (soft, hard) or soft >= _FILES:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES, max(hard, _FILES)))
+    except (ValueError, OSError):  # not root, and the hard limit is lower
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _told(argv: Sequence[str]) -> int:
@@ -187,7 +201,8 @@ def up(
 
         wanted = name or lab_name(Path(files[0]))
         if wanted in up_already:
-            return _reconcile(wanted, files, backend, timeout, dry_run, as_json)
+            chosen = click.get_current_context().get_parameter_source("runtime") is not ParameterSource.DEFAULT
+            return _reconcile(wanted, files, backend, timeout, dry_run, as_json, runtime if chosen else None)
     if dry_run:
         return _plan(read(), backend, as_json)
     _need_root("lab up")
@@ -205,7 +220,9 @@ def up(
     return 0
 
 
-def _reconcile(name: str, files: Sequence[str], backend: str, timeout: float, dry_run: bool, as_json: bool) -> int:
+def _reconcile(
+    name: str, files: Sequence[str], backend: str, timeout: float, dry_run: bool, as_json: bool, runtime: str | None
+) -> int:
     from lab import changing, lifecycle
 
     _need_root("lab up of a running lab")
@@ -213,6 +230,9 @@ def _reconcile(name: str, files: Sequence[str], backend: str, timeout: float, dr
     if backend not in ("auto", runs["iptables"]):
         why = f"it runs with {runs['iptables']}"
         raise InputError(f"lab {name} cannot change to --iptables {backend}", "", why, f"lab down {name} first")
+    if runtime not in (None, runs["runtime"]):
+        why = f"it runs with {runs['runtime']}"
+        raise InputError(f"lab {name} cannot change to --runtime {runtime}", "", why, f"lab down {name} first")
     changes = changing.to_manifests(name, files, dry_run=dry_run, timeout=timeout)
     if changes.diff:
         _warn(changes.mesh)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import select
 import signal
 import socket
@@ -37,6 +38,7 @@ Info = dict[str, Any]
 TIMEOUT = 60.0
 """Seconds that a lab may take to be ready."""
 
+_FILES = 64
 _DRAIN = 40.0
 _STOP = 30.0
 
@@ -76,6 +78,7 @@ class Lab:
             KeyboardInterrupt: interrupted; likewise.
         """
         _need_root()
+        _need_files()
         process = _launch({"backend": iptables, "timeout": timeout, "detach": detach, **_runtime(runtime)})
         try:
             known = mesh() if callable(mesh) else mesh
@@ -401,6 +404,14 @@ def _interruptible() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _need_files() -> None:
+    """Descriptors enough to take down what was brought up, at least."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit < _FILES:
+        what, why = "too few open files are allowed", f"{limit}, and a lab needs {_FILES}, better 1024"
+        raise InputError(what, "RLIMIT_NOFILE", why, "Raise it: ulimit -n 1024")
 
 
 def _need_root() -> None:

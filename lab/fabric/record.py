@@ -512,7 +512,10 @@ def _ignore_missing(_function: Callable[..., object], path: str, problem: tuple[
     if isinstance(error, FileNotFoundError):
         return
     why = error.strerror if isinstance(error, OSError) else None
-    raise LabError("a lab's file cannot be removed", str(path), why or str(error), "Run as root")
+    denied = isinstance(error, PermissionError)
+    raise LabError(
+        "a lab's file cannot be removed", str(path), why or str(error), "Run as root" if denied else "Try again"
+    )
 
 
 # --- the record itself ----------------------------------------------------------------------------
@@ -647,9 +650,14 @@ def _same(fd: int, path: Path) -> bool:
 
 
 def _cannot_write(path: Path, e: OSError) -> LabError:
-    if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return InputError("a lab cannot keep its record", str(path), str(e.strerror), "Run as root")
-    return LabError("a lab cannot keep its record", str(path), str(e.strerror))
+    what, why = "a lab cannot keep its record", str(e.strerror)
+    if e.errno in (errno.EACCES, errno.EPERM):
+        return InputError(what, str(path), why, "Run as root")
+    if e.errno == errno.EROFS:
+        return InputError(what, str(path), why, f"Mount a tmpfs at {paths.ROOT}")
+    if e.errno in (errno.ENOSPC, errno.EDQUOT):
+        return InputError(what, str(path), why, "Make room there")
+    return LabError(what, str(path), why, "Try again")
 
 
 def _no_such_lab(name: str) -> InputError:

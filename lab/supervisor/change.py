@@ -52,8 +52,10 @@ class Change:
         self._ruled = False
         _refuse_what_stays(self._old, new, self._plan(self._old), self._plan(new))
         if lab.runtime != "netns" and self._turnover:
+            they = sorted({name for names in self._turnover.to_json().values() for name in names})
+            some = ", ".join(they[:3]) + (f" and {len(they) - 3} more" if len(they) > 3 else "")
             raise InputError(
-                "pods cannot come, go or change while the lab runs",
+                f"{some} cannot come, go or change while the lab runs",
                 f"lab {self._old.name}",
                 f"its runtime is {lab.runtime}",
                 f"lab down {self._old.name}, then lab up",

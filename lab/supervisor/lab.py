@@ -8,6 +8,7 @@ manifests that lie at ``staged`` (`lab.supervisor.change`).
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import shlex
@@ -160,6 +161,8 @@ class Supervisor:
             await process.wait_ready()
         except Ended as ended:
             log = files.log(self._lab, spec.name)
+            if not os.statvfs(log.parent).f_bavail:
+                raise _no_room(log.parent) from None
             raise LabError(f"{spec.name} did not start", why=_why(log, ended.code)) from None
 
     async def _start_all(
@@ -354,7 +357,10 @@ class Supervisor:
             try:
                 shutil.copyfile(file, directory / stored.copy_name(number, file))
             except OSError as e:
-                raise InputError("a manifest cannot be read again", file, str(e.strerror)) from None
+                if e.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise _no_room(directory) from None
+                why = str(e.strerror)
+                raise InputError("a manifest cannot be read again", file, why, "Name files that can be.") from None
         stored.save(self._mesh, directory)
 
     def _make_directory(self, running: Running) -> None:
@@ -431,6 +437,7 @@ class Supervisor:
             "pid": os.getpid(),
             "files": list(self._mesh.files),
             "iptables": self._backend,
+            "runtime": self._options.runtime,
             "directory": str(paths.run_dir(self._lab)),
             "pods": [self._pod_info(running, nacks) for running in self._pods.values()],
             "external_hosts": [
@@ -779,6 +786,10 @@ def _command(pid: str) -> str:
     with suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip()
     return ""
+
+
+def _no_room(directory: Path) -> InputError:
+    return InputError("a lab cannot keep its files", str(directory), os.strerror(errno.ENOSPC), "Make room there.")
 
 
 def _status(code: int) -> str:

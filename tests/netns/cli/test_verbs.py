@@ -172,6 +172,10 @@ def test_up_of_the_same_manifests_changes_nothing(running: str) -> None:
 def test_up_of_a_running_lab_with_another_back_end_is_refused(running: str) -> None:
     used = lab_json("inspect", running)["iptables"]
     other = "nft" if used == "legacy" else "legacy"
+    result = lab("up", "-d", "--name", running, "--runtime", "docker", QUICKSTART, code=2)
+    assert result.stderr == (
+        f"error: lab {running} cannot change to --runtime docker: it runs with netns. lab down {running} first\n"
+    )
     result = lab("up", "-d", "--name", running, "--iptables", other, QUICKSTART, code=2)
     assert (len(result.stderr.splitlines()), f"it runs with {used}" in result.stderr) == (1, True)
 
