@@ -178,6 +178,28 @@ class Metrics:
         self.num_file_secret_failures_total = self._counter(
             "num_file_secret_failures_total", "Number of times secret generation failed for files"
         )
+        self.wasm_cache_entries = self._gauge("wasm_cache_entries", "number of Wasm remote fetch cache entries.")
+        self.wasm_cache_lookup_count = self._labelled(
+            "wasm_cache_lookup_count", "number of Wasm remote fetch cache lookups.", "hit"
+        )
+        self.wasm_remote_fetch_count = self._labelled(
+            "wasm_remote_fetch_count",
+            "number of Wasm remote fetches and results, including success, download failure, and checksum mismatch.",
+            "result",
+        )
+        self.wasm_config_conversion_count = self._labelled(
+            "wasm_config_conversion_count",
+            "number of Wasm config conversions and results, including success, no remote load, marshal failure, remote fetch"
+            " failure, miss remote fetch hint.",
+            "result",
+        )
+        self.wasm_config_conversion_duration = self._add(
+            Histogram(
+                PREFIX + "wasm_config_conversion_duration",
+                "Total time in milliseconds istio-agent spends on converting remote load in Wasm config.",
+                [2.0**n for n in range(15)],
+            )
+        )
         self.cert_expiry_seconds = self._labelled(
             "cert_expiry_seconds",
             "The time remaining, in seconds, before the certificate chain will expire. A negative value indicates the cert is expired.",

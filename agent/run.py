@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from agent.debug_port import DebugPort
     from agent.sds import SDSServer
     from agent.secrets import SecretManager
+    from agent.wasm.cache import ModuleCache
     from agent.xds_proxy import XdsProxy
 
 log = logging.getLogger("default")
@@ -94,6 +95,7 @@ class Agent:
         self._secrets: SecretManager | None = None
         self._sds: SDSServer | None = None
         self._debug_port: DebugPort | None = None
+        self._modules: ModuleCache | None = None
         self._serve_only_files = False
         self._tasks: list[asyncio.Task[None]] = []
         self._proxy_agent: ProxyAgent | None = None
@@ -292,6 +294,7 @@ class Agent:
             self.metrics,
             handlers,
             self._xds_request,
+            self._convert if env.boolean("ISTIO_AGENT_ENABLE_WASM_REMOTE_LOAD_CONVERSION", True) else None,
         )
         try:
             await self._xds.start(self._server_options())
@@ -300,6 +303,17 @@ class Agent:
         if env.boolean("PROXY_XDS_DEBUG_VIA_AGENT", True):
             self._debug_port = debug_port.DebugPort(self._xds, self.options.localhost)
             await self._debug_port.start(env.integer("PROXY_XDS_DEBUG_VIA_AGENT_PORT", debug_port.PORT))
+
+    async def _convert(self, resources: list[Any]) -> list[Any]:
+        """Extension configurations with their Wasm modules fetched; what it needs is loaded with the first."""
+        from agent.wasm.cache import ModuleCache
+        from agent.wasm.convert import convert
+        from agent.wasm.options import from_environment
+
+        if self._modules is None:
+            self._modules = ModuleCache(from_environment(self.options.environment), self.metrics)
+            self._spawn(self._modules.keep_tidy())
+        return await convert(resources, self._modules, self.metrics)
 
     def _xds_request(self, type_url: str, nonce: str, error: str) -> None:
         from agent.xds_proxy import LISTENER_TYPE

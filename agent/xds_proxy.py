@@ -35,6 +35,7 @@ PROXY_CONFIG_TYPE = TYPE_PREFIX + "istio.mesh.v1alpha1.ProxyConfig"
 HEALTH_TYPE = TYPE_PREFIX + "istio.v1.HealthInformation"
 _FORWARDED = (TYPE_PREFIX + "envoy.",)
 _FORWARDED_EXACT = frozenset((TYPE_PREFIX + "istio.workload.Workload",))
+EXTENSION_TYPE = TYPE_PREFIX + "envoy.config.core.v3.TypedExtensionConfig"
 DEBUG_PREFIX = "istio.io/debug"
 
 INTERNAL = 13
@@ -77,11 +78,13 @@ class Flavour:
         data: bytes = self.request(type_url=type_url).SerializeToString()
         return data
 
-    def acknowledgement(self, response: Any, error: str = "") -> bytes:
-        """ACK, or with `error` NACK, of a response that the agent consumed."""
+    def acknowledgement(self, response: Any, error: str = "", version: str = "") -> bytes:
+        """ACK, or with `error` NACK (of what came after `version`), of a response that Envoy does not get."""
         request = self.request(type_url=response.type_url, response_nonce=response.nonce)
         if error:
             request.error_detail.code, request.error_detail.message = INTERNAL, error
+            if version and not self.delta:
+                request.version_info = version
         elif not self.delta:
             request.version_info = response.version_info
         data: bytes = request.SerializeToString()
@@ -125,6 +128,8 @@ class Upstream:
 
 
 Handler = Callable[[bytes], Awaitable[None] | None]
+Converter = Callable[[list[Any]], Awaitable[list[Any]]]
+"""Any messages of extension configurations to those that Envoy is to get; a ValueError is a NACK."""
 
 
 @dataclass
@@ -138,6 +143,9 @@ class _Stream:
     initial_sent: bool = False
     debug: asyncio.Future[Any] | None = None
     debug_type: str = ""
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)  # gRPC takes one message at a time
+    converting: asyncio.Lock = field(default_factory=asyncio.Lock)  # extensions reach Envoy in their order
+    conversions: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 class StreamEnded(Exception):
@@ -157,6 +165,7 @@ class XdsProxy:
         metrics: counters.
         handlers: type URL -> what consumes the first resource's bytes; an exception is a NACK.
         on_request: called for each request of Envoy with type URL, nonce and error text.
+        convert: what extension configurations go through, None if they pass as they are.
     """
 
     def __init__(
@@ -166,9 +175,11 @@ class XdsProxy:
         metrics: Metrics,
         handlers: Mapping[str, Handler],
         on_request: Callable[[str, str, str], None] = lambda *_: None,
+        convert: Converter | None = None,
     ) -> None:
         self._path, self._upstream, self._metrics, self._handlers = path, upstream, metrics, dict(handlers)
-        self._on_request = on_request
+        self._on_request, self._convert = on_request, convert
+        self._extension_version = ""  # the last that Envoy acknowledged
         self._server: grpc.aio.Server | None = None
         self._current: _Stream | None = None
         self._count = 0
@@ -283,6 +294,7 @@ class XdsProxy:
                 if task in done:
                     task.result()
         finally:
+            tasks += stream.conversions
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -325,6 +337,8 @@ class XdsProxy:
             log.warning('nack type=%s error="%s"', short_type(request.type_url), text.replace('"', "'"))
         elif request.response_nonce:
             self.nacks.pop(request.type_url, None)
+            if request.type_url == EXTENSION_TYPE:
+                self._extension_version = getattr(request, "version_info", "")
         self._on_request(request.type_url, request.response_nonce, error)
 
     async def _write_upstream(self, stream: _Stream, call: Any) -> None:
@@ -375,18 +389,46 @@ class XdsProxy:
         handler = self._handlers.get(type_url)
         if handler is not None:
             await self._consume(stream, flavour, response, handler)
+        elif type_url == EXTENSION_TYPE and self._convert is not None:
+            # A download must not hold up what else discovery has to say.
+            task = asyncio.create_task(self._converted(stream, flavour, response, self._convert, context))
+            stream.conversions.add(task)
+            task.add_done_callback(stream.conversions.discard)
         elif is_forwarded(type_url):
-            started = asyncio.get_running_loop().time()
-            await context.write(data)
-            elapsed = asyncio.get_running_loop().time() - started
-            self._metrics.pilot_xds_send_time.observe(elapsed)
-            if elapsed > SLOW_SEND_SECONDS:
-                log.warning("sending %s to Envoy took %.1fs", short_type(type_url), elapsed)
+            await self._forward(stream, type_url, data, context)
         elif stream.debug is not None and type_url == stream.debug_type:
             if not stream.debug.done():
                 stream.debug.set_result(response)
         else:
             log.error("Skipping unexpected response type %s", type_url)
+
+    async def _forward(self, stream: _Stream, type_url: str, data: bytes, context: Any) -> None:
+        started = asyncio.get_running_loop().time()
+        async with stream.writing:
+            await context.write(data)
+        elapsed = asyncio.get_running_loop().time() - started
+        self._metrics.pilot_xds_send_time.observe(elapsed)
+        if elapsed > SLOW_SEND_SECONDS:
+            log.warning("sending %s to Envoy took %.1fs", short_type(type_url), elapsed)
+
+    async def _converted(
+        self, stream: _Stream, flavour: Flavour, response: Any, convert: Converter, context: Any
+    ) -> None:
+        """Forwards extension configurations as they were converted, or refuses them in Envoy's place."""
+        async with stream.converting:
+            places = [item.resource if flavour.delta else item for item in response.resources]
+            try:
+                converted = await convert(places)
+            except ValueError as problem:
+                log.error("cannot convert %s: %s", short_type(response.type_url), problem)
+                version = self._extension_version
+                stream.requests.put_nowait(flavour.acknowledgement(response, str(problem), version))
+                return
+            for place, resource in zip(places, converted, strict=True):
+                if resource is not place:
+                    place.CopyFrom(resource)
+            with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+                await self._forward(stream, response.type_url, response.SerializeToString(), context)
 
     async def _consume(self, stream: _Stream, flavour: Flavour, response: Any, handler: Handler) -> None:
         resource = flavour.first_resource(response)

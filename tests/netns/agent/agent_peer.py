@@ -30,8 +30,10 @@ import grpc
 import grpc.aio
 from agent_authority import Authority, Issuer
 from envoy.config.cluster.v3 import cluster_pb2  # noqa: F401 - known to JSON parsing
+from envoy.config.core.v3 import extension_pb2  # noqa: F401
 from envoy.config.listener.v3 import listener_pb2  # noqa: F401
 from envoy.extensions.filters.http.router.v3 import router_pb2  # noqa: F401
+from envoy.extensions.filters.http.wasm.v3 import wasm_pb2  # noqa: F401
 from envoy.extensions.filters.network.http_connection_manager.v3 import (
     http_connection_manager_pb2,  # noqa: F401
 )

@@ -26,6 +26,7 @@ DEADLINE = 30.0
 DNS, DISCOVERY = "10.96.0.10", "10.96.0.11"
 TYPE = "type.googleapis.com/"
 CLUSTER, LISTENER = f"{TYPE}envoy.config.cluster.v3.Cluster", f"{TYPE}envoy.config.listener.v3.Listener"
+EXTENSION = f"{TYPE}envoy.config.core.v3.TypedExtensionConfig"
 NAME_TABLE = f"{TYPE}istio.networking.nds.v1.NameTable"
 
 _numbers = itertools.count(1)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from agent_place import CLUSTER, DEADLINE, DNS, LISTENER, NAME_TABLE, ROOT, Pod, World
+from agent_place import CLUSTER, DEADLINE, DISCOVERY, DNS, EXTENSION, LISTENER, NAME_TABLE, ROOT, Namespace, Pod, World
 from google.protobuf import json_format
 
 from agent.protos import nds_pb2
@@ -314,11 +314,16 @@ class Load:
         return self._statuses
 
 
-@contextlib.contextmanager
-def backend(pod: Pod) -> Iterator[None]:
+def backend(pod: Pod) -> contextlib.AbstractContextManager[None]:
     """An HTTP server on 127.0.0.1:8080 of a pod."""
-    command = [sys.executable, "-c", BACKEND]
-    process = pod.namespace.popen(*command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    return serving(pod.namespace, "127.0.0.1", 8080, b"ok")
+
+
+@contextlib.contextmanager
+def serving(namespace: Namespace, address: str, port: int, body: bytes) -> Iterator[None]:
+    """An HTTP server that gives this body for every path but /absent."""
+    command = [sys.executable, "-c", BACKEND, address, str(port), body.hex()]
+    process = namespace.popen(*command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
         assert process.stdout is not None
         process.stdout.readline()
@@ -330,15 +335,86 @@ def backend(pod: Pod) -> Iterator[None]:
 
 
 BACKEND = """
-import http.server
+import http.server, sys
+address, port, body = sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3])
 class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     def do_GET(self):
-        self.send_response(200); self.send_header("Content-Length", "2"); self.end_headers(); self.wfile.write(b"ok")
-server = http.server.ThreadingHTTPServer(("127.0.0.1", 8080), Handler)
+        found = body if self.path != "/absent" else b""
+        self.send_response(200 if found else 404)
+        self.send_header("Content-Length", str(len(found))); self.end_headers(); self.wfile.write(found)
+server = http.server.ThreadingHTTPServer((address, port), Handler)
 print("listening", flush=True)
 server.serve_forever()
 """
+
+
+def module() -> bytes:
+    """The smallest module that Envoy takes for a proxy-wasm one: memory, malloc and the name of its ABI."""
+
+    def section(number: int, content: bytes) -> bytes:
+        return bytes([number, len(content)]) + content
+
+    def export(name: str, kind: int, index: int) -> bytes:
+        return bytes([len(name)]) + name.encode() + bytes([kind, index])
+
+    types = b"\x02" + b"\x60\x00\x00" + b"\x60\x01\x7f\x01\x7f"  # () -> (), (i32) -> i32
+    exports = export("memory", 2, 0) + export("proxy_abi_version_0_2_1", 0, 0) + export("malloc", 0, 1)
+    bodies = b"\x02" + b"\x02\x00\x0b" + b"\x05\x00\x41\x80\x08\x0b"  # nothing; return 1024
+    parts = (1, types), (3, b"\x02\x00\x01"), (5, b"\x01\x00\x01"), (7, b"\x03" + exports), (10, bodies)
+    return b"\0asm\1\0\0\0" + b"".join(section(number, content) for number, content in parts)
+
+
+def extension(url: str, *, opened: bool) -> dict[str, object]:
+    """An extension configuration with a remote module, as istiod writes it."""
+    remote = {"http_uri": {"uri": url, "timeout": "10s", "cluster": "_"}, "sha256": "nil"}
+    policy = "FAIL_OPEN" if opened else "FAIL_CLOSED"
+    vm = {"runtime": "envoy.wasm.runtime.v8", "code": {"remote": remote}}
+    wasm = {"@type": WASM, "config": {"name": "ns1.plugin", "vm_config": vm, "failure_policy": policy}}
+    return {"ns1.plugin": {"name": "ns1.plugin", "typed_config": wasm}}
+
+
+WASM = "type.googleapis.com/envoy.extensions.filters.http.wasm.v3.Wasm"
+RBAC = "type.googleapis.com/envoy.extensions.filters.http.rbac.v3.RBAC"
+
+
+def test_a_wasm_extension_reaches_envoy_as_a_file_or_as_its_failure_policy(world: MakeWorld) -> None:
+    here = world()
+    push_table(here)
+    listener = http_listener("web", 9000, "app", None)
+    manager = listener["filter_chains"][0]["filters"][0]["typed_config"]  # type: ignore[index]
+    source = {"ads": {}, "resource_api_version": "V3", "initial_fetch_timeout": "0s"}
+    manager["http_filters"].insert(
+        0, {"name": "ns1.plugin", "config_discovery": {"config_source": source, "type_urls": [WASM, RBAC]}}
+    )
+    site = f"http://{DISCOVERY}:8000"
+
+    def push(path: str, *, opened: bool) -> None:
+        here.peer.drain()
+        here.peer.send(op="resources", type=EXTENSION, resources=extension(site + path, opened=opened))
+        answer = here.peer.wait("request", type="TypedExtensionConfig")
+        while not answer["nonce"]:
+            answer = here.peer.wait("request", type="TypedExtensionConfig")
+        assert answer["error"] == ""
+
+    here.peer.send(op="resources", type=CLUSTER, resources={"app": cluster("app", "127.0.0.1", 8080)})
+    here.peer.send(op="resources", type=EXTENSION, resources=extension(f"{site}/absent", opened=False))
+    here.peer.send(op="resources", type=LISTENER, resources={"web": listener})
+    pod = here.pod()
+    with backend(pod), serving(here.node, DISCOVERY, 8000, module()):
+        pod.start_agent().wait_ready()
+        assert http_status(pod, 9000, "/") == 403
+        push("/absent", opened=True)
+        assert http_status(pod, 9000, "/") == 200
+        push("/absent", opened=False)
+        assert http_status(pod, 9000, "/") == 403
+        push("/module", opened=False)
+        assert http_status(pod, 9000, "/") == 200
+    (file,) = (pod.directory / "run/var/lib/istio/data").rglob("*.wasm")
+    assert file.read_bytes() == module()
+    dump = pod.namespace.run("curl", "-s", "http://127.0.0.1:15000/config_dump").stdout
+    assert f"{file.parent.name}/{file.name}" in dump
+    assert site not in dump
 
 
 def test_a_nack_is_one_line_of_the_agents_log(world: MakeWorld) -> None:

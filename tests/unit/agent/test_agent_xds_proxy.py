@@ -28,12 +28,14 @@ from agent.protos import nds_pb2, proxy_config_pb2
 from agent.xds_proxy import (
     CLUSTER_TYPE,
     DELTA,
+    EXTENSION_TYPE,
     HEALTH_TYPE,
     LISTENER_TYPE,
     NAME_TABLE_TYPE,
     PROXY_CONFIG_TYPE,
     SERVICE,
     SOTW,
+    Converter,
     Flavour,
     Handler,
     HealthEvent,
@@ -111,8 +113,14 @@ class Discovery:
 class Rig:
     """Envoy, the proxy and discovery."""
 
-    def __init__(self, tmp_path: Path, handlers: dict[str, Handler] | None = None, metadata: Any = None) -> None:
-        self.path = str(tmp_path / "XDS")
+    def __init__(
+        self,
+        tmp_path: Path,
+        handlers: dict[str, Handler] | None = None,
+        metadata: Any = None,
+        convert: Converter | None = None,
+    ) -> None:
+        self.path, self.convert = str(tmp_path / "XDS"), convert
         self.discovery = Discovery()
         self.metrics = Metrics()
         self.handlers = handlers or {}
@@ -127,7 +135,14 @@ class Rig:
             lambda: grpc.aio.insecure_channel(address, options=channel_options(30, 10)),
             lambda: self.call_metadata(),
         )
-        self.proxy = XdsProxy(self.path, upstream, self.metrics, self.handlers, lambda *event: self.seen.append(event))
+        self.proxy = XdsProxy(
+            self.path,
+            upstream,
+            self.metrics,
+            self.handlers,
+            lambda *event: self.seen.append(event),
+            self.convert,
+        )
         await self.proxy.start(server_options(100, 4 << 20, 30, 10))
         self.channel = grpc.aio.insecure_channel(f"unix:{self.path}", options=[("grpc.use_local_subchannel_pool", 1)])
         return self
@@ -445,6 +460,60 @@ def test_no_bytes_of_envoy_crash_or_hang_the_request_path(tmp_path: Path, data: 
 async def _until(rig: Rig, nonce: str) -> None:
     while (await rig.discovery.request()).response_nonce != nonce:
         pass
+
+
+@FLAVOURS
+def test_extensions_are_converted_in_their_order_and_hold_up_nothing(tmp_path: Path, flavour: Flavour) -> None:
+    async def job() -> None:
+        gate = asyncio.Event()
+        name = AnyMessage(type_url="a", value=b"converted")
+
+        async def convert(resources: list[Any]) -> list[Any]:
+            await gate.wait()
+            return [name if resource.type_url == "a" else resource for resource in resources]
+
+        async with Rig(tmp_path, convert=convert) as rig:
+            call, _, context = await rig.connected(flavour)
+            first, second = AnyMessage(type_url="a", value=b"1"), AnyMessage(type_url="b", value=b"2")
+            await context.write(response(flavour, EXTENSION_TYPE, "1", first, second))
+            await context.write(response(flavour, EXTENSION_TYPE, "2", second))
+            await context.write(response(flavour, CLUSTER_TYPE, "3"))
+            assert flavour.response.FromString(await call.read()).nonce == "3"
+            gate.set()
+            assert await call.read() == response(flavour, EXTENSION_TYPE, "1", name, second)
+            assert await call.read() == response(flavour, EXTENSION_TYPE, "2", second)
+            call.cancel()
+
+    run(job)
+
+
+@FLAVOURS
+def test_extensions_that_cannot_be_converted_are_refused_by_the_agent(tmp_path: Path, flavour: Flavour) -> None:
+    async def job() -> None:
+        async def convert(resources: list[Any]) -> list[Any]:
+            if len(resources) > 1:
+                raise ValueError("no code")
+            return resources
+
+        async with Rig(tmp_path, convert=convert) as rig:
+            call, _, context = await rig.connected(flavour)
+            good = AnyMessage(type_url="a", value=b"1")
+            await context.write(response(flavour, EXTENSION_TYPE, "1", good))
+            assert await call.read() == response(flavour, EXTENSION_TYPE, "1", good)
+            ack = flavour.request(type_url=EXTENSION_TYPE, response_nonce="1")
+            if not flavour.delta:
+                ack.version_info = "v1"
+            await call.write(ack.SerializeToString())
+            assert await rig.discovery.request() == ack
+            await context.write(response(flavour, EXTENSION_TYPE, "2", good, good))
+            nack = await rig.discovery.request()
+            assert (nack.response_nonce, nack.error_detail.code, nack.error_detail.message) == ("2", 13, "no code")
+            assert getattr(nack, "version_info", "v1") == "v1"
+            await context.write(response(flavour, CLUSTER_TYPE, "3"))
+            assert flavour.response.FromString(await call.read()).nonce == "3"
+            call.cancel()
+
+    run(job)
 
 
 def test_debug_questions_ride_the_stream(tmp_path: Path) -> None:
