@@ -83,7 +83,7 @@ def between(old: MeshWorld, new: MeshWorld) -> Changes:
     """The flows whose verdict differs, in the order of `KINDS`, then of the manifests."""
     asked = list(_fields(old.mesh, new.mesh))
     found: list[tuple[_Asked, Cell | None, Cell | None]] = [_both(old, new, flow) for flow in asked]
-    known = {_way(before or after): n for n, (_, before, after) in enumerate(found) if before or after}
+    known = {_way(before or after): n for n, (_, before, after) in enumerate(found)}
     for flow in _tests(old.mesh, new.mesh):
         answer = _both(old, new, flow)
         same = known.get(_way(answer[1] or answer[2])) if _is_plain(flow) else None
@@ -113,9 +113,9 @@ def _fields(old: Mesh, new: Mesh) -> Iterator[_Asked]:
     for name in _in_order([s.name for s in sources(old)], [s.name for s in sources(new)]):
         for key in _in_order(list(here), list(there)):
             client = here.get(key) or there[key]
-            yield _Asked(
-                name, APP_UID, client, _field(old, rows[name], here, client), _field(new, rows[name], there, client)
-            )
+            before, after = _field(old, rows[name], here, client), _field(new, rows[name], there, client)
+            if before or after:
+                yield _Asked(name, APP_UID, client, before, after)
 
 
 def _field(mesh: Mesh, source: Source, known: Mapping[Key, Target], client: Target) -> TrafficTest | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -73,13 +73,18 @@ class Difference:
             found = self.flows.of(kind)
             if found:
                 yield click.style(f"{_HEADINGS[kind]}: {len(found)}", bold=True, fg=_COLOURS.get(kind))
-                yield from (_one_sided if kind in ("new", "gone") else _flows)(found, width)
+                yield from _one_sided(found, self._stay(), width) if kind in ("new", "gone") else _flows(found, width)
         yield from _pushed(self.pushed, width)
         again = (*self.places.replaced, *self.places.restarted)
         if again:
             yield click.style("would start again: ", bold=True) + ", ".join(again)
         different = len(self.flows.changes)
         yield f"{self.before.name} -> {self.after.name}: {different} of {self.flows.compared} flows differ"
+
+    def _stay(self) -> frozenset[str]:
+        """The pods of both sides."""
+        here, there = ({pod.name for pod in side.mesh.pods} for side in (self.before, self.after))
+        return frozenset(here & there)
 
 
 def between(before: Side, after: Side) -> Difference:
@@ -116,7 +121,7 @@ def _objects(objects: diff.Diff) -> Iterator[str]:
             else:
                 yield click.style(f"{mark} {ref}", fg=colour)
     if tests:
-        yield f"~ {tests} TrafficTests, which change nothing"
+        yield f"~ {tests} TrafficTest{'s' if tests != 1 else ''} (no part of the mesh)"
 
 
 # --- flows ------------------------------------------------------------------------------------
@@ -165,18 +170,22 @@ def _shown(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _one_sided(found: Sequence[Change], width: int) -> Iterator[str]:
-    """Flows that one side alone has: by target, how many work."""
-    by_target: dict[str, list[Cell]] = {}
+def _one_sided(found: Sequence[Change], stay: Collection[str], width: int) -> Iterator[str]:
+    """Flows that one side alone has, and how many of them work: from a pod that comes or goes, else to what does."""
+    alike: dict[str, list[Cell]] = {}
     for change in found:
         cell = change.before or change.after
         assert cell is not None
-        by_target.setdefault(_to(change), []).append(cell)
-    for to, cells in by_target.items():
+        alike.setdefault(f"to {_to(change)}" if change.source in stay else f"from {change.source}", []).append(cell)
+    for what, cells in alike.items():
         works = sum(cell.reaches is True for cell in cells)
-        who = f"from {cells[0].source}" if len(cells) == 1 else f"from {len(cells)} sources"
-        what = cells[0].told if len({cell.told for cell in cells}) == 1 else f"works from {works}"
-        yield from _wrapped(f"{to} {who}: {what}", "  ", width)
+        if len(cells) == 1:
+            cell = cells[0]
+            other = f"from {cell.source}" if what.startswith("to ") else f"to {_target(cell.target)}"
+            line = f"{what} {other}: {cell.told}"
+        else:
+            line = f"{what}: {len(cells)} flows, {'all' if works == len(cells) else works or 'none'} of which work"
+        yield from _wrapped(line, "  ", width)
 
 
 def _wrapped(line: str, indent: str, width: int) -> list[str]:

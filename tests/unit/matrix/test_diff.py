@@ -217,10 +217,27 @@ def test_a_pod_and_a_service_more_are_new_flows_and_move_nobody(tmp_path: Path) 
     }
     assert found.places.added == ("extra.payments",)
     lines = text_of(found).splitlines()
-    assert "  extra.payments:8080 (http) from 6 sources: works from 6" in lines
+    assert [line for line in lines if "flows, " in line] == [
+        "  to extra.payments:8080 (http): 5 flows, all of which work",
+        "  to pod extra.payments:8080 (http): 5 flows, all of which work",
+        "  from extra.payments: 22 flows, 20 of which work",
+    ]
     back = compared([QUICKSTART, tmp_path / "more.yaml"], [QUICKSTART])
     assert {c.kind for c in back.flows.changes} == {"gone"}
     assert {c.after for c in back.flows.changes} == {None}
+
+
+def test_two_meshes_that_share_nothing_are_all_new_and_gone() -> None:
+    """No flow is made up between a pod of one side and a target of the other."""
+    old, new = known(QUICKSTART), known(ROOT / "topologies" / "mtls-strict.yaml")
+    found = difference.between(old, new)
+    counts = {kind: len(found.flows.of(kind)) for kind in KINDS}
+    fields = [len(matrix(side.world).cells) for side in (old, new)]
+    assert {kind for kind, count in counts.items() if count} == {"new", "gone"}
+    assert counts["gone"] >= fields[0]
+    assert counts["new"] >= fields[1]
+    assert counts["gone"] + counts["new"] == found.flows.compared
+    assert text_of(found).endswith(f"{found.flows.compared} of {found.flows.compared} flows differ")
 
 
 def test_what_starts_again_is_named(tmp_path: Path) -> None:
