@@ -15,7 +15,7 @@ from agent.bootstrap import BootstrapOptions
 from agent.downward import read_downward_api
 from agent.environment import Environment
 from agent.envoy import EnvoyOptions, read_override
-from agent.errors import UsageError
+from agent.errors import AgentError, UsageError
 from agent.flags import Flag, Parsed
 from agent.log import DEFAULT_LEVELS
 from agent.node import Node, NodeOptions, build_node, dns_domain, node_id, pilot_san
@@ -240,7 +240,34 @@ def envoy_options(options: ProxyOptions, node: Node) -> EnvoyOptions:
 def bootstrap_source(options: ProxyOptions) -> str:
     """Path of a complete bootstrap that replaces the generated one; empty if there is none.
 
-    Istio's templates are Go templates, which this agent does not render: such a file is passed to Envoy as it is.
+    Istio's templates are Go templates. One without actions is a bootstrap; with them it is refused, as this agent does not
+    render them.
+
+    Raises:
+        AgentError: the template cannot be read, or would have to be rendered.
     """
     env, config = options.environment, options.config
-    return env.string("ISTIO_BOOTSTRAP") or config.custom_config_file or config.proxy_bootstrap_template_path
+    template = env.string("ISTIO_BOOTSTRAP")
+    if not template and config.custom_config_file:
+        return config.custom_config_file
+    template = template or config.proxy_bootstrap_template_path
+    if template:
+        _check_template(template)
+    return template
+
+
+def _check_template(path: str) -> None:
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if "{{" in line:
+                    raise AgentError(
+                        f"bootstrap template {path}, line {number}",
+                        "Go template actions are not rendered",
+                        "Give a complete bootstrap (JSON or YAML; ISTIO_BOOTSTRAP, customConfigFile,"
+                        " proxyBootstrapTemplatePath), or change the generated one with ISTIO_BOOTSTRAP_OVERRIDE.",
+                    )
+    except OSError as error:
+        raise AgentError(f"failed to read the bootstrap template {path}", error.strerror) from None
+    except UnicodeDecodeError:
+        raise AgentError(f"failed to read the bootstrap template {path}", "it is no text") from None

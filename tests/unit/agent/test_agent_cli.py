@@ -226,6 +226,55 @@ def test_a_bootstrap_that_envoy_refuses_is_reported_and_the_status_is_0(tmp_path
     assert (tmp_path / "bad.json").exists()
 
 
+TEMPLATE = """{
+  "node": {"id": "a"},
+  "admin": {"address": {"socket_address": {"address": "{{ .localhost }}", "port_value": 15000}}}
+}
+"""
+
+
+@pytest.mark.parametrize("way", ["ISTIO_BOOTSTRAP", "--templateFile", "proxyBootstrapTemplatePath"])
+def test_a_go_template_is_refused_in_one_line(tmp_path: Path, way: str) -> None:
+    (tmp_path / "template.json").write_text(TEMPLATE)
+    flags = ["--templateFile=template.json"] if way == "--templateFile" else []
+    env = {"ISTIO_BOOTSTRAP": "template.json"} if way == "ISTIO_BOOTSTRAP" else {}
+    if way == "proxyBootstrapTemplatePath":
+        env["PROXY_CONFIG"] = "proxyBootstrapTemplatePath: template.json"
+    done = agent("proxy", "--dry-run", *flags, cwd=tmp_path, env=env)
+    assert (done.returncode, done.stdout) == (255, "")
+    assert done.stderr == (
+        "Error: bootstrap template template.json, line 3: Go template actions are not rendered. Give a complete bootstrap"
+        " (JSON or YAML; ISTIO_BOOTSTRAP, customConfigFile, proxyBootstrapTemplatePath), or change the generated one with"
+        " ISTIO_BOOTSTRAP_OVERRIDE.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "args"),
+    [
+        ({"ISTIO_BOOTSTRAP": "whole.json"}, ["-c", "whole.json"]),
+        ({"PROXY_CONFIG": "proxyBootstrapTemplatePath: whole.json"}, ["-c", "whole.json"]),
+        # what is no template goes to Envoy unseen
+        ({"PROXY_CONFIG": "customConfigFile: template.json"}, ["-c", "template.json"]),
+        ({"PROXY_CONFIG": "customConfigFile: template.json", "ISTIO_BOOTSTRAP": "whole.json"}, ["-c", "whole.json"]),
+    ],
+)
+def test_a_complete_bootstrap_takes_the_place_of_the_generated_one(
+    tmp_path: Path, source: dict[str, str], args: list[str]
+) -> None:
+    (tmp_path / "template.json").write_text(TEMPLATE)
+    (tmp_path / "whole.json").write_text("{}")
+    plan = json.loads(agent("proxy", "--dry-run", cwd=tmp_path, env=source).stdout)
+    assert plan["bootstrap"] is None
+    assert plan["envoy_args"][:2] == args
+
+
+def test_a_template_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    done = agent("proxy", "--dry-run", cwd=tmp_path, env={"ISTIO_BOOTSTRAP": "lost.json"})
+    assert done.returncode == 255
+    assert done.stderr == "Error: failed to read the bootstrap template lost.json: No such file or directory\n"
+
+
 def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
