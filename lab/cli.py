@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import math
 import os
 import resource
 import shutil
@@ -142,6 +143,8 @@ class _Command(click.Command):
             empty = "" in value if isinstance(value, tuple) else value == ""
             if empty and name != "command" and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
                 raise click.UsageError(f"empty value for {parameter.get_error_hint(ctx)}", ctx)
+            if isinstance(value, float) and math.isnan(value):
+                raise click.UsageError(f"no number for {parameter.get_error_hint(ctx)}", ctx)
         return super().invoke(ctx)
 
 

@@ -46,7 +46,8 @@ class LabError(Exception):
     def __str__(self) -> str:
         what, why, next_step = (shortened(_short_words(part)) for part in (self.what, self.why, self.next_step))
         line = ": ".join(part for part in (what, shortened(self.where, _PLACE), why) if part).rstrip(".")
-        return f"{line}. {next_step}" if next_step else line
+        stop = "" if line.endswith(("?", "!")) else "."
+        return f"{line}{stop} {next_step}" if next_step else line
 
 
 class InputError(LabError):

@@ -416,5 +416,5 @@ def select(tests: Sequence[TrafficTest], only: str | None) -> list[TrafficTest]:
     word = (only or "").strip("*?")
     near = [n for n in names if word and word in n] or difflib.get_close_matches(word, names, 3)
     some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    hint = f"Did you mean {' or '.join(near[:3])}?" if near else f"There are {some}."
+    hint = f"Did you mean {' or '.join(near[:3])}?" if near else f"The names are: {some}."
     raise InputError("nothing to run", why=f'no test has a name that matches "{only}"', next_step=hint)

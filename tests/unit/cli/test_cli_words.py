@@ -41,6 +41,11 @@ def test_an_empty_word_is_wrong_use(args: tuple[str, ...], capsys: pytest.Captur
     assert line.count("\n") == 1
 
 
+def test_a_time_that_is_no_number_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["up", "a.yaml", "--timeout", "nan"]) == 2
+    assert capsys.readouterr().err == "error: no number for '--timeout'. See `lab up --help`\n"
+
+
 def test_a_report_that_cannot_be_written_is_told_before_anything_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,7 +64,7 @@ def test_tests_are_chosen_by_glob() -> None:
     with pytest.raises(InputError) as error:
         select(tests, "nope*")
     assert str(error.value) == (
-        'nothing to run: no test has a name that matches "nope*". There are dns-udp, dns-tcp, http.'
+        'nothing to run: no test has a name that matches "nope*". The names are: dns-udp, dns-tcp, http.'
     )
     with pytest.raises(InputError, match="no TrafficTest"):
         select([], None)
