@@ -549,6 +549,24 @@ def mtls_listeners() -> dict[str, object]:
     }
 
 
+def test_an_override_is_merged_into_the_bootstrap(world: MakeWorld) -> None:
+    here = world()
+    push_table(here)
+    pod = here.pod()
+    run = pod.directory / "run"
+    run.mkdir()
+    endpoint = "{endpoint: {address: {socket_address: {address: $(HOST_IP), port_value: 9411}}}}"
+    (run / "override.yaml").write_text(
+        "static_resources:\n  clusters:\n  - name: mine\n    connect_timeout: 1s\n"
+        f"    load_assignment: {{cluster_name: mine, endpoints: [{{lb_endpoints: [{endpoint}]}}]}}\n"
+    )
+    pod.start_agent({"ISTIO_BOOTSTRAP_OVERRIDE": "override.yaml", "HOST_IP": "192.0.2.9"}).wait_ready()
+    clusters = pod.namespace.run("curl", "-s", "http://127.0.0.1:15000/clusters").stdout
+    assert "mine::192.0.2.9:9411::" in clusters
+    assert "xds-grpc::" in clusters
+    assert http_status(pod, 15021) == 200
+
+
 def test_json_logs_of_both(world: MakeWorld) -> None:
     here = world()
     push_table(here)
