@@ -138,6 +138,8 @@ def pick(listener: Json, connection: Connection, detected: Detected) -> tuple[Js
     chains: list[Json] = list(listener.get("filter_chains", ()))
     default: Json | None = listener.get("default_filter_chain")
     passed: list[Passed] = []
+    if len(chains) == 1 and not _match(chains[0]):
+        return chains[0], passed
     for criterion in _CRITERIA:
         kept = criterion.narrow(chains, connection, detected)
         passed += [
