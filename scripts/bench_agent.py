@@ -40,7 +40,8 @@ def main() -> dict[str, Any]:
 
     Keys: ``envoy_alone_s`` (Envoy with the agent's bootstrap, from exec to live), ``ready_s`` (`python -m agent` from
     exec to READY=1), ``ready_forked_s`` (forked from a process with agent.preload), ``ready_beyond_envoy_s``,
-    ``ready_forked_beyond_envoy_s``, ``pss_mb``, ``pss_forked_mb``, ``cpu_s``, ``cpu_forked_s`` (processor time of the
+    ``ready_forked_beyond_envoy_s``, ``pss_mb``, ``pss_forked_mb``, ``rss_mb``, ``rss_forked_mb`` (what PSS is where no
+    other process maps the same libraries), ``cpu_s``, ``cpu_forked_s`` (processor time of the
     agent until then), ``push_after_outage_s`` (from the return of discovery to a new name's first answer), and under
     ``dns`` queries a second and latencies.
     """
@@ -55,10 +56,11 @@ def main() -> dict[str, Any]:
             envoy = statistics.median(_envoy_alone(work / "exec0", net) for _ in range(RUNS))
             result["envoy_alone_s"] = envoy
             for prefix, runs in (("", starts), ("_forked", forks)):
-                seconds, memory, processor = (statistics.median(values) for values in zip(*runs, strict=True))
+                seconds, memory, mapped, processor = (statistics.median(v) for v in zip(*runs, strict=True))
                 result[f"ready{prefix}_s"] = seconds
                 result[f"ready{prefix}_beyond_envoy_s"] = seconds - envoy
                 result[f"pss{prefix}_mb"] = memory
+                result[f"rss{prefix}_mb"] = mapped
                 result[f"cpu{prefix}_s"] = processor
             result = {key: round(value, 3) for key, value in result.items()}
             for key, value in result.items():
@@ -168,11 +170,11 @@ def _environment(directory: Path) -> dict[str, str]:
 # -- start
 
 
-Start = tuple[float, float, float]
+Start = tuple[float, float, float, float]
 
 
 def _exec_agent(directory: Path, net: str) -> Start:
-    """Seconds from exec to READY=1, MB of PSS and seconds of processor time then."""
+    """Seconds from exec to READY=1, MB of PSS and RSS and seconds of processor time then."""
     directory.mkdir()
     with _notify_socket(directory / "notify") as ready, (directory / "log").open("wb") as log:
         started = time.perf_counter()
@@ -180,7 +182,7 @@ def _exec_agent(directory: Path, net: str) -> Start:
         process = _popen(net, *command, env=_environment(directory), cwd=directory, stdout=log, stderr=log)
         try:
             ready.recv(100)
-            return time.perf_counter() - started, _pss(process.pid), _processor(process.pid)
+            return time.perf_counter() - started, *_memory(process.pid), _processor(process.pid)
         finally:
             _end(process.pid)
             process.wait(DEADLINE)
@@ -201,7 +203,7 @@ def _fork_agent(directory: Path, net: str) -> Start:
             helper.stdin.flush()
             pid = int(helper.stdout.readline())
             ready.recv(100)
-            result = time.perf_counter() - started, _pss(pid), _processor(pid)
+            result = time.perf_counter() - started, *_memory(pid), _processor(pid)
             _end(pid)
             helper.wait(DEADLINE)
             return result
@@ -235,11 +237,10 @@ def _end(pid: int) -> None:
     os.kill(pid, signal.SIGTERM)
 
 
-def _pss(pid: int) -> float:
-    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    match = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
-    assert match is not None
-    return int(match[1]) / 1024
+def _memory(pid: int) -> tuple[float, float]:
+    """(PSS, RSS) in MB."""
+    found = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE))
+    return int(found["Pss"]) / 1024, int(found["Rss"]) / 1024
 
 
 def _processor(pid: int) -> float:
