@@ -92,11 +92,16 @@ def predict(world: MeshWorld, test: TrafficTest, *, why: bool = False) -> Told:
     if address is None:
         flow = base._replace(to=To(to.host, None, port, to.protocol))
         return Told(verdict(flow, (), questions, test.expect, unresolved), (), tuple(questions), flow)
-    flow = base._replace(to=To(to.host, address, port, to.protocol))
-    packet = _packet(world.place(start), address, to, test.flow_from.uid, test.flow_from.spoof)
-    journeys = follow(world, start, packet, payload(to), why=why)
-    if to.crafted:
-        journeys = tuple(_crafted(j, packet.flags, bool(test.flow_from.spoof)) for j in journeys[:1])
+    # Several addresses come in a random order, and a program takes the first.
+    addresses = questions[-1].answers if questions else (address,)
+    flow = base._replace(to=To(to.host, address, port, to.protocol), several=len(addresses) > 1)
+    journeys: tuple[Journey, ...] = ()
+    for one in addresses:
+        packet = _packet(world.place(start), one, to, test.flow_from.uid, test.flow_from.spoof)
+        found = follow(world, start, packet, payload(to), why=why)
+        if to.crafted:
+            found = tuple(_crafted(j, packet.flags, bool(test.flow_from.spoof)) for j in found[:1])
+        journeys += tuple(j._replace(chance=j.chance / len(addresses)) for j in found)
     return Told(verdict(flow, journeys, questions, test.expect), journeys, tuple(questions), flow)
 
 

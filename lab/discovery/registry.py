@@ -434,11 +434,15 @@ class Registry:
     # --- endpoints ------------------------------------------------------------------------
 
     def endpoints(self, service: Service) -> tuple[Endpoint, ...]:
-        """All endpoints of a service, of every port, in the order of the manifests."""
+        """All endpoints of a service, of every port, in the order of the manifests.
+
+        They are those of its host and namespace: a scope may have imported the service without some of its ports.
+        """
         found = self._endpoints.get(service.key)
         if found is None:
+            whole = self.by_host.get(service.host, {}).get(service.namespace, service)
             if service.registry == KUBERNETES:
-                found = tuple(self._kubernetes_endpoints(service))
+                found = tuple(self._kubernetes_endpoints(whole))
             else:
                 found = tuple(self._entry_endpoints(service))
             self._endpoints[service.key] = found
@@ -622,7 +626,7 @@ class Registry:
                         )
             elif entry.endpoints:
                 out.extend(self._workload_endpoint(e, p, service.namespace) for e in entry.endpoints for p in ports)
-            elif service.resolution in ("DNSLB", "DNSRoundRobinLB"):
+            elif entry.resolution in ("DNS", "DNS_ROUND_ROBIN"):
                 # the host itself is the endpoint, and it is never meshed
                 own = model.WorkloadEndpoint(address=service.host, labels={TLS_MODE_LABEL: "disabled"})
                 out.extend(self._workload_endpoint(own, p, service.namespace) for p in ports)

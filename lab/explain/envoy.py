@@ -60,6 +60,7 @@ class Decision(NamedTuple):
     request: Request | None = None
     retries: int = 0
     retried: frozenset[int] = frozenset()
+    retried_grpc: frozenset[int] = frozenset()
     timeout: float = 0.0
     delay: float = 0.0
     alpn: tuple[str, ...] = ()
@@ -112,21 +113,25 @@ def decide(config: Config, connection: Connection, lookup: Resolve | None = None
     base = base._replace(filter_chain=str(chain.get("name", "")) or None)
     secured = _downstream_tls(chain)
     if secured is not None:
-        if connection.tls is None:
-            return (base._replace(closed=True, logged=False, flags="-", details="TLS was expected"),)
         wants = bool(config_of(secured).get("require_client_certificate"))
-        if wants and not connection.tls.identity:
-            return (
-                base._replace(
-                    closed=True,
-                    logged=False,
-                    flags="-",
-                    details="TLS without the client certificate that is required",
-                ),
-            )
+        if connection.tls is None or (wants and not connection.tls.identity):
+            return tuple(_insecure(config, base, chain, connection, lookup))
         base = base._replace(tls=True, client_certificate=wants)
-        connection = connection._replace(tls=None)
+        connection = connection._replace(tls=connection.inner, inner=None)
     return tuple(_filters(config, base, chain, connection, lookup))
+
+
+def _insecure(
+    config: Config, base: Decision, chain: Json, connection: Connection, lookup: Resolve | None
+) -> Iterator[Decision]:
+    """A TLS handshake that fails. A TCP proxy has its cluster already by then, and writes of it; HTTP has no request to tell of."""
+    details = "TLS was expected" if connection.tls is None else "TLS without the client certificate that is required"
+    base = base._replace(closed=True, logged=False, flags="-", details=details)
+    if not any(type_of(filter_) == "TcpProxy" for filter_ in chain.get("filters", ())):
+        yield base
+        return
+    for decision in _filters(config, base, chain, connection, lookup):
+        yield decision._replace(closed=True, logged=True, upstream=None, flags="-", details=None)
 
 
 def _original_source(listener: Json, connection: Connection) -> tuple[str, int]:
@@ -260,6 +265,7 @@ def _routed(
         request=routed.request or connection.request,
         retries=routed.retries,
         retried=routed.retried,
+        retried_grpc=routed.retried_grpc,
         timeout=routed.timeout,
         delay=routed.delay,
         passed=(*base.passed, *routed.passed),
@@ -294,28 +300,34 @@ def _authority(request: Request | None) -> tuple[str, int] | None:
     return host.strip("[]"), int(port) if port else 443 if request.scheme == "https" else 80
 
 
-UpstreamResult = Literal["ok", "refused", "timeout", "unreachable", "closed", "tls-refused", "silence"]
+UpstreamResult = Literal[
+    "ok", "refused", "timeout", "unreachable", "closed", "reset", "stream-reset", "tls-refused", "silence"
+]
 
 
 class Reply(NamedTuple):
     """What the client of an Envoy gets: an HTTP status, or (None) bytes as they come, or the end of the connection."""
 
-    result: Literal["ok", "closed", "timeout", "silence"]
+    result: Literal["ok", "closed", "reset", "timeout", "silence"]
     status: int | None
     flags: str
     details: str | None
 
 
-def reply(decision: Decision, result: UpstreamResult, status: int | None) -> Reply:
+def reply(
+    decision: Decision, result: UpstreamResult, status: int | None, error: str = "", grpc: int | None = None
+) -> Reply:
     """What becomes of a flow whose upstream ended so.
 
     Args:
         result: of the connection to the endpoint: it answered, refused, did not answer, ended without a byte, failed the TLS
             handshake, or stayed silent until the client went away.
         status: of the answer, if it was HTTP.
+        error: what the kernel said of a connection that is unreachable.
+        grpc: the gRPC code in its headers (not in trailers).
     """
     if result == "ok":
-        flags = "URX" if status is not None and status in decision.retried else decision.flags
+        flags = "URX" if status in decision.retried or grpc in decision.retried_grpc else decision.flags
         return Reply("ok", status, flags, decision.details)
     if result == "silence":
         return Reply(
@@ -323,13 +335,19 @@ def reply(decision: Decision, result: UpstreamResult, status: int | None) -> Rep
         )
     if not decision.http:
         failed = result in ("refused", "timeout", "unreachable", "tls-refused")
-        return Reply("timeout" if result == "timeout" else "closed", None, "UF,URX" if failed else "-", None)
-    if result == "closed":
+        flags = "UF,URX" if failed else "UR" if result == "reset" else "-"
+        ends: Literal["closed", "reset", "timeout"] = "closed"
+        if result in ("timeout", "reset"):
+            ends = result
+        return Reply(ends, None, flags, None)
+    if result in ("closed", "reset"):
         why = "upstream_reset_before_response_started{connection_termination}"
         return Reply("ok", 503, "UC", why)
+    if result == "stream-reset":
+        return Reply("ok", 503, "UR", "upstream_reset_before_response_started{remote_reset}")
     reason = {
         "refused": "remote_connection_failure|delayed_connect_error:_Connection_refused",
-        "unreachable": "remote_connection_failure|delayed_connect_error:_No_route_to_host",
+        "unreachable": f"remote_connection_failure|delayed_connect_error:_{error.replace(' ', '_')}",
         "timeout": "connection_timeout",
     }.get(result, "remote_connection_failure")
     flags = "URX,UF" if decision.retries else "UF"

@@ -36,7 +36,8 @@ class Request(NamedTuple):
 class Connection(NamedTuple):
     """A connection. ``dst`` and ``dport`` are the original destination, ``port`` the one at which Envoy took it.
 
-    With ``tls``, ``speech`` is what is inside of it. ``request`` is the request that comes, if one comes.
+    With ``tls``, ``speech`` is what is inside of it, or inside of the TLS within it (``inner``). ``request`` is the request
+    that comes, if one comes.
     """
 
     src: str
@@ -47,6 +48,7 @@ class Connection(NamedTuple):
     tls: ClientTls | None = None
     request: Request | None = None
     sport: int = 0
+    inner: ClientTls | None = None
 
     @property
     def first_bytes(self) -> Speech:

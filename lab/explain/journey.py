@@ -29,7 +29,7 @@ class Journey(NamedTuple):
     between, ``reached`` where it came to, ``received`` what the rules there made of it (None over ``lo``). ``port`` is where
     it was delivered, ``captured`` whether that is not where it wanted to go. Then a proxy decided (``decision``, ``endpoint``, and
     ``next`` its own connection), or a program answered (``served``). ``result`` and ``status`` are what the sender gets;
-    ``flags`` and ``details`` what the proxy writes about it; ``identity`` is that of the place which was reached.
+    ``error`` is what its kernel says where it is unreachable, ``flags`` and ``details`` what the proxy writes about it; ``identity`` is that of the place which was reached.
     """
 
     start: str
@@ -51,6 +51,7 @@ class Journey(NamedTuple):
     details: str | None = None
     grpc_status: int | None = None
     delay: float = 0.0
+    error: str = ""
     peer: str | None = None
     identity: str = ""
     request: Request | None = None
@@ -124,7 +125,22 @@ def _ended(journey: Journey, fate: Fate, *, local: bool) -> Journey:
     """A rule ended it."""
     if fate.end == "undecided":
         return journey._replace(doubts=(*journey.doubts, fate.why))
-    return journey._replace(result=rejected(fate, journey.packet, local=local))
+    result = rejected(fate, journey.packet, local=local)
+    return journey._replace(result=result, error=_unreachable(fate) if result == "unreachable" else "")
+
+
+_ERRORS = {
+    "icmp-net-unreachable": "Network is unreachable",
+    "icmp6-no-route": "Network is unreachable",
+    "icmp6-adm-prohibited": "Permission denied",
+}
+
+
+def _unreachable(fate: Fate | None) -> str:
+    """The error of a connection that is unreachable (linux: icmp_err_convert, net/ipv6/icmp.c: tab_unreach)."""
+    if fate is None or fate.end not in ("rejected", "dropped"):
+        return "Network is unreachable"  # a router has no route
+    return _ERRORS.get(fate.why, "No route to host") if fate.end == "rejected" else "Operation not permitted"
 
 
 def rejected(fate: Fate, packet: Packet, *, local: bool) -> Result:
@@ -145,7 +161,8 @@ def _arrive(world: World, journey: Journey, payload: Payload, why: bool, depth: 
         doubts = (
             (*journey.doubts, transit.why) if transit.result in (None, "unknown") and transit.why else journey.doubts
         )
-        yield journey._replace(result=transit.result or "unknown", doubts=doubts)
+        error = _unreachable(transit.fate) if transit.result == "unreachable" else ""
+        yield journey._replace(result=transit.result or "unknown", doubts=doubts, error=error)
         return
     place = world.place(transit.reached)
     arriving = transit.packet._replace(iif=place.host.uplink, oif="", tracked=False, zone=None, snat_done=False, dnat_done=False,
@@ -180,7 +197,7 @@ def _delivered(
     config = world.envoy(place.name) if place.meshed else None
     connection = Connection(
         src=packet.src, dst=original[0], dport=original[1], port=port, speech=payload.speech, tls=payload.tls,
-        request=payload.request, sport=packet.sport,
+        request=payload.request, sport=packet.sport, inner=payload.inner,
     )  # fmt: skip
     if config is not None and envoy.listens(config, connection):
         for decision in envoy.decide(config, connection, world.lookup(place.name)):
@@ -230,7 +247,7 @@ def _answered(journey: Journey, place: Place, packet: Packet, payload: Payload) 
         served=served,
         result=served.result,
         status=served.status,
-        grpc_status=0 if speaks == "grpc" and served.result == "ok" else None,
+        grpc_status=0 if speaks == "grpc" and served.status == 200 else None,
         delay=served.delay,
         peer=packet.src if served.told else None,
         request=payload.request,
@@ -321,7 +338,10 @@ def _by_proxy(journey: Journey, decision: Decision, payload: Payload) -> Journey
     """The proxy itself ends it."""
     flags = decision.flags
     if decision.closed:
-        return journey._replace(result="closed", flags=flags, details=decision.details)
+        # Bytes that came and were not read make a reset of the end (linux: tcp_close).
+        unread = decision.filter_chain is None and payload.first_bytes != "silent"
+        result: Result = "reset" if unread else "closed"
+        return journey._replace(result=result, flags=flags, details=decision.details)
     if decision.answer is None:
         return _unknown(journey)
     grpc = decision.request is not None and decision.request.grpc
@@ -348,7 +368,7 @@ def _joined(
     doubts = tuple(dict.fromkeys((*journey.doubts, *next_.doubts)))
     now = journey._replace(next=next_, chance=journey.chance * next_.chance, doubts=doubts)
     result = next_.result
-    if endpoint.tls is not None and result in ("ok", "closed"):
+    if endpoint.tls is not None and result in ("ok", "closed", "reset"):
         refused = _tls_refused(world, endpoint.tls, next_)
         if refused:
             result = "tls-refused"
@@ -364,12 +384,15 @@ def _joined(
     delay = decision.delay + next_.delay
     if decision.timeout and next_.delay > decision.timeout and result == "ok":
         return now._replace(result="ok", status=504, flags="UT", details="response_timeout", delay=decision.timeout)
-    if decision.http and result == "ok" and next_.status is None and next_.served is not None:
+    if decision.http and result == "ok" and next_.status is None:
         # Bytes that are no HTTP response.
         return now._replace(
             result="ok", status=502, flags="UPE", details="upstream_reset_before_response_started{protocol_error}"
         )
-    reply = envoy.reply(decision, result, next_.status)
+    in_headers = next_.grpc_status if next_.peer is None else None  # a proxy's own answer has no trailers
+    reply = envoy.reply(decision, result, next_.status, next_.error, in_headers)
+    if reply.result == "closed" and result != "closed" and not decision.tls and inner.first_bytes != "silent":
+        reply = reply._replace(result="reset")  # what its listener filters saw of the client was never read
     grpc = inner.request is not None and inner.request.grpc
     local = decision.http and result != "ok"
     code = next_.grpc_status
@@ -388,6 +411,8 @@ def _joined(
 
 def _tls_refused(world: World, tls: UpstreamTls, next_: Journey) -> str:
     """Why a client that speaks this TLS would not take the server; empty if it would."""
+    while next_.decision is not None and not next_.decision.tls and next_.next is not None:
+        next_ = next_.next  # a proxy that handed the bytes on
     server = next_.decision
     if server is not None and server.tls:
         identity = world.place(next_.reached or next_.start).identity
@@ -396,7 +421,7 @@ def _tls_refused(world: World, tls: UpstreamTls, next_: Journey) -> str:
         return ""
     if next_.served is not None and next_.speaks in ("https", "tls"):
         return "the server's certificate is its own" if tls.trust else ""
-    return "the server does not speak TLS" if next_.result == "ok" else ""
+    return "the server does not speak TLS"
 
 
 def _is_san(kind: str, value: str, identity: str) -> bool:

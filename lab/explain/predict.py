@@ -42,7 +42,8 @@ class Question(NamedTuple):
 
 
 class Flow(NamedTuple):
-    """What was asked: the two ends as the verdict names them. ``timeout`` in seconds; ``observed``: the source is a pod."""
+    """What was asked: the two ends as the verdict names them. ``timeout`` in seconds; ``observed``: the source is a pod;
+    ``several``: the host has addresses of which any may be taken."""
 
     source: From
     to: To
@@ -51,6 +52,7 @@ class Flow(NamedTuple):
     observed: bool = True
     is_lookup: bool = False
     pods: frozenset[str] = frozenset()
+    several: bool = False
 
 
 def deciding(fate: Fate, hook: str) -> Rule | None:
@@ -146,12 +148,13 @@ def _one(flow: Flow, journey: Journey, dns: Dns | None) -> Verdict:
             out = Outbound(None, None, None)
     by_envoy = journey if captured and journey.decision is not None and journey.decision.logged else None
     far = journey.next if captured else journey
-    inbound = _inbound(flow, far, captured, journey.peer is not None) if far is not None else None
+    told = journey.peer is not None and (flow.to.protocol != "grpc" or journey.grpc_status is not None)
+    inbound = _inbound(flow, far, captured, told) if far is not None else None
     return Verdict(
         test=flow.test,
         proof="predicted",
         source=flow.source,
-        to=flow.to,
+        to=dataclasses.replace(flow.to, address=journey.packet.dst) if flow.several else flow.to,
         outcome=_outcome(flow, journey),
         dns=dns,
         outbound=out,
@@ -159,7 +162,7 @@ def _one(flow: Flow, journey: Journey, dns: Dns | None) -> Verdict:
         inbound=inbound,
         tls=_tls(journey if captured else None, far),
         wire=_wire(journey),
-        far_side=_far_side(journey),
+        far_side=_far_side(journey) if told else None,
     )
 
 
@@ -275,13 +278,22 @@ def _outcome(flow: Flow, journey: Journey) -> Outcome | None:
         return Outcome("timeout", error="the proxy gets its own connection back, again and again")
     if result == "timeout" or result == "silence" or journey.delay >= flow.timeout:
         return Outcome("timeout")
-    if result == "tls-refused":
+    if result == "tls-refused" or result == "reset" or result == "stream-reset":
         return Outcome("closed")
     if result == "ok":
         status, grpc = journey.status, journey.grpc_status
-        failed = (status is not None and status >= 400) or (grpc is not None and grpc != 0)
+        if not _understood(flow, journey):
+            return Outcome("timeout")
+        if flow.to.protocol in ("http", "tls") and status is None and journey.peer is None:
+            return Outcome("closed")  # after bytes that are no answer
+        failed = (status is not None and status >= 400) or (flow.to.protocol == "grpc" and grpc != 0)
         return Outcome("http-error" if failed else "ok", status, grpc_status=grpc)
     return Outcome(result)
+
+
+def _understood(flow: Flow, journey: Journey) -> bool:
+    """Whether the answer is one that the client can read: a gRPC client goes on waiting for frames behind bytes that are none."""
+    return flow.to.protocol != "grpc" or journey.status is not None
 
 
 def _dns(questions: Sequence[Question]) -> Dns | None:
@@ -359,7 +371,7 @@ def _merge(parts: Sequence[Verdict]) -> tuple[Verdict, list[str]]:
     if len(parts) == 1:
         return first, []
     changes: dict[str, Any] = {}
-    for name in ("outbound", "envoy", "inbound", "tls", "wire", "outcome", "far_side"):
+    for name in ("to", "outbound", "envoy", "inbound", "tls", "wire", "outcome", "far_side"):
         values = [getattr(p, name) for p in parts]
         changes[name] = _agreed(values, name, differing)
     return dataclasses.replace(first, **changes), differing

@@ -19,7 +19,7 @@ class Routed(NamedTuple):
     """Where a route leads. Exactly one of ``cluster``, ``status`` (direct response or redirect) is set, or ``doubt``.
 
     ``timeout`` and ``delay`` are in seconds, 0 is none. ``retries`` are the repeated attempts after a failed connect,
-    ``retried`` the statuses that are tried again.
+    ``retried`` the statuses that are tried again, ``retried_grpc`` the gRPC ones.
     ``request`` is the request as it goes on. ``abort``: a fault filter answers; ``missing``: no host or route fits.
     """
 
@@ -33,6 +33,7 @@ class Routed(NamedTuple):
     delay: float = 0.0
     retries: int = 0
     retried: frozenset[int] = frozenset()
+    retried_grpc: frozenset[int] = frozenset()
     request: Request | None = None
     abort: bool = False
     missing: bool = False
@@ -252,6 +253,7 @@ def _action(route: Json, request: Request, vhost: str) -> tuple[Routed, ...]:
         timeout=seconds(action.get("timeout", "15s")),
         retries=_retries(action.get("retry_policy") or {}),
         retried=_retried(action.get("retry_policy") or {}),
+        retried_grpc=_retried_grpc(action.get("retry_policy") or {}),
         request=_onward(route.get("match", {}), action, request),
     )
     if "cluster" in action:
@@ -269,7 +271,7 @@ def _action(route: Json, request: Request, vhost: str) -> tuple[Routed, ...]:
 
 def _retries(policy: Json) -> int:
     words = {w.strip() for w in str(policy.get("retry_on", "")).split(",")}
-    if not words & {"connect-failure", "5xx", "gateway-error", "reset"}:
+    if not words & {"connect-failure", "5xx", "gateway-error", "reset", "reset-before-request"}:
         return 0
     return int(policy.get("num_retries", 1))
 
@@ -289,6 +291,17 @@ def _retried(policy: Json) -> frozenset[int]:
     if "retriable-status-codes" in words:
         found |= {int(code) for code in policy.get("retriable_status_codes", ())}
     return frozenset(found)
+
+
+_GRPC_CODES = {"cancelled": 1, "deadline-exceeded": 4, "resource-exhausted": 8, "internal": 13, "unavailable": 14}
+
+
+def _retried_grpc(policy: Json) -> frozenset[int]:
+    """The gRPC codes in the headers of an answer after which a request is sent again (retry_state_impl.cc)."""
+    if not policy or int(policy.get("num_retries", 1)) < 1:
+        return frozenset()
+    words = {w.strip() for w in str(policy.get("retry_on", "")).split(",")}
+    return frozenset(code for word, code in _GRPC_CODES.items() if word in words)
 
 
 def _onward(match: Json, action: Json, request: Request) -> Request:

@@ -172,8 +172,8 @@ def _listed(config: Config, cluster: Json, kind: str, lookup: Resolve | None) ->
             doubts.append(f"cluster {name}: the addresses of {where[0]} are not known")
             continue
         wanted = _family(str(cluster.get("dns_lookup_family", "AUTO")), addresses)
-        used = wanted[:1] if kind == "LOGICAL_DNS" else wanted
-        found += [Endpoint(a, where[1], tls, where[0], part / len(used), doubt) for a in used]
+        # LOGICAL_DNS takes the first, of an order that is another every time.
+        found += [Endpoint(a, where[1], tls, where[0], part / len(wanted), doubt) for a in wanted]
     return tuple(found), doubts
 
 

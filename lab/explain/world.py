@@ -16,10 +16,21 @@ Speaks = Literal["http", "https", "tls", "tcp", "grpc", "auto", "udp", "dns", "s
 """What a program answers to: see `serve`. ``status`` and ``admin`` are the agent's and Envoy's own HTTP servers."""
 
 Result = Literal[
-    "ok", "closed", "refused", "timeout", "no-answer", "unreachable", "tls-refused", "loop", "silence", "unknown"
+    "ok",
+    "closed",
+    "reset",
+    "stream-reset",
+    "refused",
+    "timeout",
+    "no-answer",
+    "unreachable",
+    "tls-refused",
+    "loop",
+    "silence",
+    "unknown",
 ]
 """How a connection ends for whoever opened it. ``loop``: a proxy gets its own connection back, again and again.
-``silence``: it is open, and nothing comes."""
+``silence``: it is open, and nothing comes. ``reset``: it is closed by RST; ``stream-reset``: the request alone is (HTTP/2)."""
 
 
 class Place(NamedTuple):
@@ -109,6 +120,8 @@ def serve(speaks: Speaks, payload: Payload) -> Served:
     if speaks == "unknown":
         return Served("unknown")
     first, request = payload.first_bytes, payload.request
+    if speaks == "grpc" and first not in ("h2", "tls"):
+        return Served("ok")  # its HTTP/2 settings, whatever the client says
     if first == "silent":
         return Served("silence")
     if speaks in ("https", "tls"):
@@ -124,7 +137,7 @@ def serve(speaks: Speaks, payload: Payload) -> Served:
     if speaks == "tcp":
         return Served("ok", told=True)
     if speaks == "grpc":
-        return Served("ok", 200, told=True) if first == "h2" else Served("closed")
+        return Served("ok", 200, told=True) if request is None or request.grpc else Served("stream-reset")
     if speaks in ("status", "admin"):
         if first != "http1" or request is None:
             return Served("ok", 400) if first == "opaque" else Served("closed")
@@ -140,12 +153,12 @@ def serve(speaks: Speaks, payload: Payload) -> Served:
 def _http(payload: Payload) -> Served:
     """The echo app's HTTP port (lab.apps.web): ``/status/CODE``, ``/delay/SECONDS``, ``/close``, ``/reset``."""
     if payload.first_bytes == "opaque":
-        return Served("ok", 400)  # what is no HTTP is told so, in plain HTTP
+        return Served("silence")  # the end of a head is waited for
     if payload.first_bytes != "http1" or payload.request is None:
         return Served("closed")
     path = payload.request.path.partition("?")[0].rstrip("/")
     if path in ("/close", "/reset"):
-        return Served("closed")
+        return Served("reset" if path == "/reset" else "closed")
     head, _, rest = path[1:].partition("/")
     if head == "status" and len(rest) == 3 and rest.isdigit():
         status = int(rest)

@@ -72,6 +72,8 @@ class Judge:
                 self._waiting.append(_Waiting(number, message["place"], message["token"], deadline))
             elif message["op"] == "find":
                 link = self._links[message["place"]]
+                if message["place"] in self._taps:  # what was on the wire before the question counts
+                    self._sniffed(message["place"], self._taps[message["place"]])
                 found = [[dataclasses.asdict(s) for s in link.find(**which)] for which in message["which"]]
                 self._reply(number, {"found": found})
             elif message["op"] == "send":

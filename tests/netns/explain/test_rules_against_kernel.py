@@ -7,6 +7,7 @@ about it then becomes one of the cases of test_rules_cases.py.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections import Counter
@@ -54,7 +55,7 @@ def native() -> Iterator[Ground]:
 
 def _examples(share: float) -> settings:
     return settings(
-        max_examples=max(2, round(PAIRS * share / PACKETS)),
+        max_examples=max(2, math.ceil(PAIRS * share / PACKETS)),
         deadline=None,
         database=None,
         print_blob=True,
