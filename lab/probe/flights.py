@@ -20,10 +20,14 @@ _REMEMBERED = 1000
 
 @dataclass(eq=False)
 class Flight:
-    """One test under way. ``settled`` once it knows all flows that are its own."""
+    """One test under way. ``settled`` once it knows all flows that are its own.
+
+    ``tried``: where its Envoy tried in vain to connect, by flows whose own ports nobody told.
+    """
 
     place: str
     flows: set[Flow] = field(default_factory=set)
+    tried: set[tuple[str, int]] = field(default_factory=set)
     settled: asyncio.Event = field(default_factory=asyncio.Event)
 
     def claim(self, *flows: Flow | None) -> None:
@@ -52,3 +56,8 @@ class Flights:
         for flight in others:
             await flight.settled.wait()
         return set().union(*(f.flows for f in others))
+
+    async def tried_by_others(self, own: Flight) -> set[tuple[str, int]]:
+        """Where the others' Envoy tried in vain to connect; as `of_others`."""
+        await self.of_others(own)
+        return set().union(*(f.tried for f in self._known if f is not own and f.place == own.place))

@@ -184,13 +184,14 @@ async def _gather(ground: Ground, test: TrafficTest, source: Where, flight: Flig
         line = await _line(ground, pod, flow, out.entry, marks, patience)
     further = None if same or flow is None else join.onward(line, flow, captured)
     flight.claim(further, forwarded[0] if forwarded else None)
+    tried = None if further else join.tried(line)
+    flight.tried.update({tried} if tried else ())
     flight.settled.set()
     upstream = await _sighting(ground, pod, further, fence) if captured else None
     seen = [s for s in (outbound, dns, forwarded[1] if forwarded else None, upstream) if s]
     listing = await ground.listing(source.place, [p for s in seen for p in s.packets]) if pod else Listing()
     far = await _far(ground, source, further, line, marks, patience) if further else None
     own = (flow, forwarded[0] if same and forwarded else further)
-    tried = None if further else join.tried(line)
     wire = await _wire(ground, flight, since, *own, tried, lookup=same)
     if not wire and not fenced:
         wire = None  # that nothing was seen proves nothing then
@@ -338,9 +339,13 @@ async def _strays(ground: Ground, flight: Flight, since: float) -> bool:
     fabric = ground.mesh.fabric
     (seen,) = await ground.crew.find(flight.place, [{"outgoing": False, "since": since, "proto": "tcp"}])
     own = {*flight.flows, *await ground.flights.of_others(flight)}
+    tried = await ground.flights.tried_by_others(flight)
     begun = [s.flow for s in seen if s.first >= since and "S" in s.flags and s.flow not in own]
     return any(
-        flow.dst not in (fabric.discovery, fabric.dns) and not ground.explained(flight.place, flow) for flow in begun
+        flow.dst not in (fabric.discovery, fabric.dns)
+        and (flow.dst, flow.dport) not in tried
+        and not ground.explained(flight.place, flow)
+        for flow in begun
     )
 
 

@@ -42,7 +42,12 @@ spec:
 apiVersion: v1
 kind: Service
 metadata: {name: server, namespace: out}
-spec: {selector: {app: server}, ports: [{name: tcp-mute, port: 9000}]}
+spec: {selector: {app: server}, ports: [{name: tcp-mute, port: 9000}, {name: any, port: 9001}]}
+---
+apiVersion: v1
+kind: Service
+metadata: {name: refusing, namespace: out}
+spec: {selector: {app: server}, ports: [{name: tcp-no, port: 9000, targetPort: 9999}]}
 """
 
 
@@ -57,6 +62,18 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Mesh:
 def lab(mesh: Mesh) -> Iterator[Lab]:
     with lifecycle.running(mesh) as running:
         yield running
+
+
+def test_what_another_test_tried_in_vain_is_not_taken_for_the_held_connection(lab: Lab, mesh: Mesh) -> None:
+    # The first port has to be looked at for a protocol: Envoy waits with the client. Nobody listens at the second.
+    waits = FlowTo("server.out", 9001, "tcp", silent=True)
+    refused = FlowTo("refusing.out", 9000, "tcp")
+    tests = [
+        TrafficTest(Meta("waits"), FlowFrom(pod="client.in"), waits, {"wire": {"left_pod": False}}, timeout=2.0),
+        TrafficTest(Meta("refused"), FlowFrom(pod="client.in"), refused, {"wire": {"left_pod": True}}),
+    ]
+    verdicts = runner.run_tests(lab.name, mesh, tests)
+    assert [(v.passed, v.skipped, v.differences) for v in verdicts] == [(True, None, ())] * 2
 
 
 @pytest.mark.parametrize("silent", [True, False])
