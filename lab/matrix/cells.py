@@ -221,6 +221,7 @@ def _blocked_by(verdict: Verdict) -> str | None:
     near, far = verdict.envoy, verdict.inbound
     if near is not None and near.cluster in (None, BLACK_HOLE) and near.endpoint is None:
         return verdict.source.pod
-    if far is not None and far.captured and far.endpoint is None and far.cluster in (None, BLACK_HOLE):
-        return far.pod
+    waited = verdict.outcome is not None and verdict.outcome.result == "timeout"
+    if far is not None and far.captured and far.endpoint is None and not waited:
+        return far.pod  # a TCP proxy has named its cluster when the TLS handshake fails
     return None

@@ -102,15 +102,16 @@ def groups(rows: Sequence[tuple[Target, Sequence[Cell]]], width: int) -> Iterato
         alike: dict[str, list[Cell]] = {}
         for cell in cells:
             alike.setdefault(cell.told, []).append(cell)
+        column = max((len(text) for text in alike if len(text) <= width // 2 - 4), default=0)
         most = max(alike.values(), key=len)
         rest = most if len(most) > _FEW else None
         for text, same in sorted(alike.items(), key=lambda entry: entry[1] is rest):
-            indent = 2 + max(len(text), 12) + len(_GAP)
+            indent = 2 + max(len(text), column) + len(_GAP)
             if indent > width // 2:
                 indent = 6
             named = _all([c.source for c in same], len(cells), others=same is rest)
             who = textwrap.wrap(named, max(width - indent, 20), break_long_words=False, break_on_hyphens=False)
-            head = f"  {_coloured(same[0], text.ljust(12))}{_GAP}"
+            head = f"  {_coloured(same[0], text.ljust(column))}{_GAP}"
             if indent == 6:
                 yield head.rstrip()
             else:

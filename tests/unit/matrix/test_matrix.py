@@ -248,8 +248,8 @@ def test_a_matrix_that_does_not_fit_is_told_target_by_target(quickstart: Matrix)
     lines = shown(quickstart, 80)
     assert max(map(len, lines[: lines.index("")])) <= 80
     at = lines.index("catalog.catalog:8080 (http)")
-    assert lines[at + 1] == "  mTLS          frontend.frontend, catalog.catalog, payments.payments,"
-    assert lines[at + 2] == "                tracing.observability"
+    assert lines[at + 1] == "  mTLS                frontend.frontend, catalog.catalog, payments.payments,"
+    assert lines[at + 2] == "                      tracing.observability"
     assert lines[at + 3] == "  direct (plaintext)  legacy.legacy"
     every = lines[lines.index("unknown.example:9001 (udp)") + 1]
     assert every == "  direct (plaintext)  all 5"
