@@ -23,7 +23,9 @@ def test_what_a_terminal_would_act_on_is_spelled_out() -> None:
 
 
 def test_a_question_ends_with_its_mark() -> None:
-    assert str(InputError("No such option. Did you mean --json?", next_step="See --help")).endswith("--json? See --help")
+    assert str(InputError("No such option. Did you mean --json?", next_step="See --help")).endswith(
+        "--json? See --help"
+    )
 
 
 def test_ordinary_text_stays_as_it_is() -> None:
