@@ -826,7 +826,9 @@ def matrix(
 @cli.command()
 @click.argument("before", metavar="A")
 @click.argument("after", metavar="B")
-@click.option("--iptables", "backend", type=click.Choice(BACKENDS), default="auto", show_default=True, help="With files.")
+@click.option(
+    "--iptables", "backend", type=click.Choice(BACKENDS), default="auto", show_default=True, help="With files."
+)
 @click.option("--json", "as_json", is_flag=True)
 def diff(before: str, after: str, backend: Backend, as_json: bool) -> int:
     """Predict what a change of manifests would change: flows whose verdict differs, and what would be pushed.
