@@ -164,9 +164,9 @@ def _at(tree: Mapping[str, Any], path: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Empty words of an access log are the same as none. What a TLS library calls a failure is not predicted."""
+    """Empty words of an access log are the same as none. What libraries for TLS and DNS call a failure is not predicted."""
     if isinstance(value, str):
-        value = re.sub(r"\|TLS_error:.*?TLS_error_end", "", value)
+        value = _LIBRARIES.sub("", value)
     return None if value in ("", "-") else value
 
 
@@ -177,6 +177,9 @@ def _comparable(key: str, value: Any) -> Any:
     if isinstance(value, list):
         return sorted(map(str, value))
     return value
+
+
+_LIBRARIES = re.compile(r"\|TLS_error:.*?TLS_error_end|\{cares_[^}]*\}")
 
 
 def _shown(value: Any) -> str:

@@ -40,7 +40,8 @@ class Decision(NamedTuple):
     ``details`` are Envoy's, as they are when nothing goes wrong further on. ``tls``: the connection's TLS ended here. ``source``
     and ``mark`` are the address and packet mark of the connection onward where a listener filter keeps the client's; ``wanted`` the
     host and port that a filter took from the SNI. ``waits``: it waits for bytes that do not come. ``logged``: an access log tells of
-    the connection; nothing tells of one that ends while a filter waits or in its TLS handshake.
+    the connection; nothing tells of one that ends while a filter waits or in its TLS handshake, but a
+    TCP proxy, which has an ``upstream`` by then although it is ``closed``.
     """
 
     listener: str | None = None
@@ -131,7 +132,7 @@ def _insecure(
         yield base
         return
     for decision in _filters(config, base, chain, connection, lookup):
-        yield decision._replace(closed=True, logged=True, upstream=None, flags="-", details=None)
+        yield decision._replace(closed=True, logged=True, flags="-", details=None)
 
 
 def _original_source(listener: Json, connection: Connection) -> tuple[str, int]:
@@ -189,7 +190,7 @@ def _tcp(
         if not upstream.known:
             yield now._replace(cluster=None, closed=True, flags="NC")
         elif not upstream.endpoints and not upstream.doubts:
-            yield now._replace(closed=True, flags="UH")
+            yield now._replace(closed=True, flags="DF" if upstream.unresolved else "UH")
         else:
             yield now._replace(upstream=upstream)
 
@@ -287,6 +288,8 @@ def _routed(
     if not upstream.known:
         return now._replace(cluster=None, answer=503, flags="NC", details="cluster_not_found")
     if not upstream.endpoints and not upstream.doubts:
+        if upstream.unresolved:
+            return now._replace(answer=503, flags="DF", details="dns_resolution_failure")
         return now._replace(answer=503, flags="UH", details="no_healthy_upstream")
     return now._replace(upstream=upstream, details="via_upstream")
 

@@ -265,6 +265,9 @@ def _decided(
     if decision.waits:
         yield journey._replace(result="silence")
         return
+    if decision.closed and decision.upstream is not None and decision.upstream.endpoints:
+        yield _by_proxy(journey, decision._replace(flags=_tried(world, place, decision, depth)), payload)
+        return
     if decision.answer is not None or decision.closed or decision.upstream is None:
         yield _by_proxy(journey, decision, payload)
         return
@@ -287,6 +290,16 @@ def _decided(
             yield _joined(world, now, decision, endpoint, next_, payload)
     if not decision.upstream.endpoints:
         yield _unknown(journey)
+
+
+def _tried(world: World, place: Place, decision: Decision, depth: int) -> str:
+    """The flags of a TCP proxy that has begun to connect when its client's handshake fails: a refusal comes before that."""
+    assert decision.upstream is not None
+    endpoint = decision.upstream.endpoints[0]
+    source = decision.upstream.source(endpoint.address) or _source(place, endpoint.address)
+    first = Packet(6, source, endpoint.address, 0, endpoint.port, uid=place.proxy_uid, gid=place.proxy_gid)
+    found = follow(world, place.name, first, Payload("silent"), depth=depth + 1)
+    return "UF,URX" if found[0].result == "refused" else decision.flags
 
 
 def _overflow(journey: Journey, decision: Decision, payload: Payload) -> Journey:
@@ -386,8 +399,14 @@ def _joined(
         return now._replace(result="ok", status=504, flags="UT", details="response_timeout", delay=decision.timeout)
     if decision.http and result == "ok" and next_.status is None:
         # Bytes that are no HTTP response.
+        details = "upstream_reset_before_response_started{protocol_error}"
+        grpc = inner.request is not None and inner.request.grpc
         return now._replace(
-            result="ok", status=502, flags="UPE", details="upstream_reset_before_response_started{protocol_error}"
+            result="ok",
+            status=200 if grpc else 502,
+            grpc_status=envoy.grpc_status(502) if grpc else None,
+            flags="UPE",
+            details=details,
         )
     in_headers = next_.grpc_status if next_.peer is None else None  # a proxy's own answer has no trailers
     reply = envoy.reply(decision, result, next_.status, next_.error, in_headers)

@@ -45,7 +45,8 @@ class Endpoint(NamedTuple):
 class Upstream(NamedTuple):
     """A cluster as one flow meets it. Without endpoints there is no healthy host. ``known`` is False if no such cluster
     exists. ``sources`` are the addresses that connections come from, none: the machine's choice. ``protocol`` of requests. ``limits``
-    are circuit breakers that somebody set: other traffic may use them up."""
+    are circuit breakers that somebody set: other traffic may use them up. ``unresolved``: the name that was asked for has no
+    address."""
 
     cluster: str
     known: bool
@@ -56,6 +57,7 @@ class Upstream(NamedTuple):
     doubts: tuple[str, ...] = ()
     kind: str = ""
     limits: tuple[str, ...] = ()
+    unresolved: bool = False
 
     def source(self, destination: str) -> str:
         """The address that a connection to ``destination`` comes from; empty: the machine's choice."""
@@ -105,6 +107,7 @@ def resolve(
         doubts=tuple(doubts),
         kind=kind,
         limits=_limits(cluster),
+        unresolved=kind == "envoy.clusters.dynamic_forward_proxy" and not endpoints and not doubts,
     )
 
 
