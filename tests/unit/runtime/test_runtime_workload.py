@@ -161,6 +161,7 @@ def test_services_of_the_node_have_no_more_than_they_need() -> None:
             "mesh": "/run/sidecarlab/shop/manifests",
             "listen": mesh().fabric.discovery,
             "socket": "/run/sidecarlab/shop/discovery.sock",
+            "keys": "/run/sidecarlab/shop/control-plane.pem",
             "name": "shop",
         },
     )
