@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lab.errors import InputError, ObservationError
@@ -73,8 +74,8 @@ def of_mesh(
     question: Question,
     backend: Backend = "auto",
     *,
-    rules: Mapping[str, RuleSet] | None = None,
-    configs: Mapping[str, Config] | None = None,
+    rules: Callable[[str], RuleSet | None] | None = None,
+    configs: Callable[[str], Config | None] | None = None,
     kept: Callable[[str, Callable[[], Any]], Any] | None = None,
     why: bool = False,
     changes: bool = True,
@@ -82,7 +83,7 @@ def of_mesh(
     """The prediction for a flow of a mesh.
 
     Args:
-        rules, configs: what pods really have, instead of what init and discovery would make.
+        rules, configs: what a pod really has, by its name, instead of what init and discovery would make.
         kept: see `lab.explaining.MeshWorld`.
 
     Raises:
@@ -96,8 +97,8 @@ def of_mesh(
     world = explaining.MeshWorld(
         mesh,
         backend,
-        rules_of=(rules or {}).get,
-        envoy_of=(configs or {}).get,
+        rules_of=rules,
+        envoy_of=configs,
         kept=kept,
     )
     told = explaining.predict(world, test, why=why)
@@ -185,32 +186,37 @@ def _address(text: str, option: str) -> str:
 
 
 class Live(NamedTuple):
-    """A running lab as it is now: its manifests, its back end, and by pod its rules and its proxy's configuration."""
+    """A running lab as it is now: its manifests and its back end. ``rules`` and ``configs`` ask a meshed pod for its own, once."""
 
     mesh: Mesh
     backend: Backend
-    rules: Mapping[str, RuleSet]
-    configs: Mapping[str, Config]
+    rules: Callable[[str], RuleSet | None]
+    configs: Callable[[str], Config | None]
 
 
 def live(name: str) -> Live:
-    """What the meshed pods of a running lab have.
+    """What the meshed pods of a running lab have, each asked when it is first needed.
 
     Raises:
-        InputError: no such lab. ObservationError: a pod's rules cannot be listed. LabError: an Envoy does not answer.
+        InputError: no such lab. What it returns raises ObservationError: a pod's rules cannot be listed, and LabError: its Envoy
+            does not answer.
     """
     from lab import lifecycle, proxyconfig
     from lab.explain.xds import from_resources
 
     mesh = lifecycle.stored_mesh(name)
     backend: Backend = lifecycle.inspect(name).get("iptables") or "auto"
-    rules: dict[str, RuleSet] = {}
-    configs: dict[str, Config] = {}
-    for pod in mesh.pods:
-        if pod.injected:
-            rules[pod.name] = live_rules(name, pod.name, backend)
-            configs[pod.name] = from_resources(proxyconfig.from_proxy(name, pod.name, "all"), "proxy")
-    return Live(mesh, backend, rules, configs)
+    meshed = {pod.name for pod in mesh.pods if pod.injected}
+
+    @cache
+    def rules(pod: str) -> RuleSet | None:
+        return live_rules(name, pod, backend) if pod in meshed else None
+
+    @cache
+    def config(pod: str) -> Config | None:
+        return from_resources(proxyconfig.from_proxy(name, pod, "xds"), "proxy") if pod in meshed else None
+
+    return Live(mesh, backend, rules, config)
 
 
 def of_lab(name: str, question: Question, *, why: bool = False) -> Explained:

@@ -109,6 +109,8 @@ def _bootstrap(mesh: Mesh, pod: Pod, evidence: bool) -> Any:
 def from_proxy(lab: str, name: str, kind: str) -> dict[str, Any]:
     """What the running proxy has, from Envoy's ``/config_dump`` (and the agent's ``/debug/ndsz`` for the name table).
 
+    ``kind`` is one of the sections, ``all`` of them, or ``xds``: all but the name table.
+
     Raises:
         InputError: no such meshed pod. LabError: its Envoy does not answer.
     """
@@ -118,7 +120,9 @@ def from_proxy(lab: str, name: str, kind: str) -> dict[str, Any]:
     document: dict[str, Any] = {"pod": pod.name, "source": "proxy"}
     if kind != "nds":
         document |= {
-            k: v for k, v in _sorted_dump(_fetch(lab, pod, "/config_dump?include_eds")).items() if kind in (k, "all")
+            k: v
+            for k, v in _sorted_dump(_fetch(lab, pod, "/config_dump?include_eds")).items()
+            if kind in (k, "all", "xds")
         }
     if kind in ("nds", "all"):
         table = _fetch(lab, pod, "/debug/ndsz", STATUS_PORT, absent=True)

@@ -73,4 +73,4 @@ def _of_lab(name: str) -> Side:
             "a lab that runs is seen by root alone", f"lab {name}", "it lives in network namespaces", "Run it with sudo"
         )
     now = live(name)
-    return Side(name, MeshWorld(now.mesh, now.backend, rules_of=now.rules.get, envoy_of=now.configs.get), live=True)
+    return Side(name, MeshWorld(now.mesh, now.backend, rules_of=now.rules, envoy_of=now.configs), live=True)

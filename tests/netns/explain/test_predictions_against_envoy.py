@@ -18,6 +18,7 @@ import yaml
 from mesh_cases import CASES, Case
 from mesh_lab import Compared, Document, MeshLab
 
+from lab import asking, proxyconfig
 from lab.errors import LabError
 from lab.manifests.model import TrafficTest
 
@@ -61,6 +62,22 @@ def test_random_meshes(lab: MeshLab) -> None:
         decided += sum(not one.predicted.undecided for one in found)
     print(f"seed {SEED}: {REQUESTS} requests, {decided} decided in all")
     assert decided >= REQUESTS * 0.75  # the others are by chance: several endpoints, weights
+
+
+def test_a_running_lab_is_asked_about_the_ends_of_the_flow_alone(lab: MeshLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    fetch = proxyconfig.from_proxy
+
+    def noted(name: str, pod: str, kind: str) -> dict[str, object]:
+        asked.append((pod, kind))
+        return fetch(name, pod, kind)
+
+    monkeypatch.setattr(proxyconfig, "from_proxy", noted)
+    lab.become([mesh_made.config("ALLOW_ANY")])
+    found = asking.of_lab(lab.name, asking.Question("alpha.one:8080", "client.one"))
+    assert found.verdict.outcome is not None
+    assert found.verdict.outcome.status == 200
+    assert sorted(asked) == [("alpha.one", "xds"), ("client.one", "xds")]
 
 
 def _alone(lab: MeshLab, documents: Sequence[Document], test: TrafficTest) -> Compared | None:
