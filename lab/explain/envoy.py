@@ -276,7 +276,8 @@ def _routed(
         return now._replace(doubts=(*now.doubts, routed.doubt))
     if routed.abort:
         flags = "DI,FI" if routed.delay else "FI"
-        return now._replace(cluster=routed.cluster, answer=routed.status, flags=flags, details="fault_filter_abort")
+        named = routed.cluster if routed.cluster in config.clusters else None  # a log knows those that there are
+        return now._replace(cluster=named, answer=routed.status, flags=flags, details="fault_filter_abort")
     if routed.status is not None:
         if routed.missing:
             return now._replace(answer=404, flags="NR", details="route_not_found")

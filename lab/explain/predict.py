@@ -283,7 +283,8 @@ def _outcome(flow: Flow, journey: Journey) -> Outcome | None:
     if result == "ok":
         status, grpc = journey.status, journey.grpc_status
         if not _understood(flow, journey):
-            return Outcome("timeout")
+            served = journey.last.served
+            return Outcome("closed" if served is not None and served.ends else "timeout")
         if flow.to.protocol in ("http", "tls") and status is None and journey.peer is None:
             return Outcome("closed")  # after bytes that are no answer
         failed = (status is not None and status >= 400) or (flow.to.protocol == "grpc" and grpc != 0)

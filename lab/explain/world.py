@@ -103,13 +103,15 @@ class Payload(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What a program made of a payload. ``told``: it answered with the report that names its peer."""
+    """What a program made of a payload. ``told``: it answered with the report that names its peer. ``ends``: it closes the
+    connection after an answer that nobody asked for in that protocol."""
 
     result: Result
     status: int | None = None
     told: bool = False
     delay: float = 0.0
     facts: Mapping[str, str] = NOTHING
+    ends: bool = False
 
 
 def serve(speaks: Speaks, payload: Payload) -> Served:
@@ -154,6 +156,8 @@ def _http(payload: Payload) -> Served:
     """The echo app's HTTP port (lab.apps.web): ``/status/CODE``, ``/delay/SECONDS``, ``/close``, ``/reset``."""
     if payload.first_bytes == "opaque":
         return Served("silence")  # the end of a head is waited for
+    if payload.first_bytes == "h2":
+        return Served("ok", ends=True)  # an error of HTTP/1.1
     if payload.first_bytes != "http1" or payload.request is None:
         return Served("closed")
     path = payload.request.path.partition("?")[0].rstrip("/")

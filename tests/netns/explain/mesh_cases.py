@@ -54,6 +54,12 @@ CASES = (
         _service("{name: grpc-closed, port: 85, targetPort: 8099}"),
     ),
     _case("gRPC to an HTTP server", "client.one", FlowTo("alpha.one", 8080, "grpc")),
+    _case("gRPC to an HTTP server that the mesh does not know", "client.one",
+          FlowTo(mesh_made.ADDRESSES["plain.plain"], 8080, "grpc")),
+    _case("gRPC without a proxy to an HTTP server", "plain.plain", FlowTo("plain.plain", 8080, "grpc")),
+    _case("a fault before a cluster that does not exist", "client.one", FlowTo("alpha.one", 8080, "http"),
+          _istio("VirtualService", "one", "{hosts: [alpha.one.svc.cluster.local], http: [{route: [{destination:"
+                 " {host: nobody.example}}], fault: {abort: {httpStatus: 400, percentage: {value: 100}}}}]}")),
     _case("gRPC to a TCP server", "plain.plain", FlowTo("plain.plain", 9000, "grpc")),
     _case("anything to a gRPC server", "plain.plain", FlowTo("plain.plain", 7070, "tcp")),
     _case("HTTP to a gRPC server", "plain.plain", FlowTo("plain.plain", 7070, "http")),
