@@ -9,7 +9,7 @@ from lab.explain.envoy import Decision
 from lab.explain.journey import Journey
 from lab.explain.packet import endpoint
 from lab.explain.predict import CHANCE, Question
-from lab.explain.walk import Fate, Step
+from lab.explain.walk import Fate, Pass, Step
 from lab.verdict import Verdict
 
 _WORDS = {
@@ -191,13 +191,25 @@ def _decided(fate: Fate, hook: str) -> Iterator[str]:
     """The rules that matched at a hook, in order."""
     for passed in fate.passes:
         if passed.hook == hook:
-            yield from (_step(s) for s in passed.steps if s.matched and _worth(s))
+            yield from _steps(passed)
 
 
 def _all_decided(fate: Fate | None) -> tuple[str, ...]:
     if fate is None:
         return ()
-    return tuple(_step(s) for p in fate.passes for s in p.steps if s.matched and s.rule is not None)
+    return tuple(line for p in fate.passes for line in _steps(p, policies=False))
+
+
+def _steps(passed: Pass, *, policies: bool = True) -> Iterator[str]:
+    """What matched at a hook; a jump that led to nothing says so."""
+    met = [s for s in passed.steps if s.matched]
+    for step, after in zip(met, [*met[1:], None], strict=True):
+        if not (policies and _worth(step)) and step.rule is None:
+            continue
+        word, _, chain = step.effect.partition(" ")
+        inside = after is not None and after.rule is not None and (after.table, after.chain) == (step.table, chain)
+        empty = word in ("jump", "goto") and not inside
+        yield _step(step) + (f"  [no rule of {chain} matches]" if empty else "")
 
 
 def _worth(step: Step) -> bool:
@@ -207,7 +219,7 @@ def _worth(step: Step) -> bool:
 
 def _step(step: Step) -> str:
     position = f" {step.rule.position}" if step.rule is not None else ""
-    effect = f"  [{step.effect}]" if step.effect and not step.effect.startswith("jump") else ""
+    effect = f"  [{step.effect}]" if step.effect and not step.effect.startswith(("jump", "goto")) else ""
     return f"{step.table.name} {step.chain}{position}: {step.text}{effect}"
 
 
@@ -269,6 +281,8 @@ def _cluster_details(decision: Decision, journey: Journey) -> tuple[str, ...]:
 
 def _program(journey: Journey) -> Hop:
     place = journey.reached or journey.start
+    if journey.packet.proto in (1, 58):
+        return Hop("kernel", place, "the kernel answers the echo request")
     if journey.result == "refused":
         return Hop("program", place, f"nothing listens on port {journey.port or journey.packet.dport}")
     said = f"a program ({journey.speaks}) on port {journey.port}" if journey.speaks else f"port {journey.port}"
