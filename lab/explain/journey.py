@@ -415,6 +415,8 @@ def _joined(
     grpc = inner.request is not None and inner.request.grpc
     local = decision.http and result != "ok"
     code = next_.grpc_status
+    if decision.http and decision.speech == "http1" and next_.peer is not None:
+        code = None  # it comes in trailers, which HTTP/1.1 does not carry on
     if local and grpc and reply.status is not None:
         code = envoy.grpc_status(reply.status)
     return now._replace(

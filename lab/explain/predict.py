@@ -148,7 +148,7 @@ def _one(flow: Flow, journey: Journey, dns: Dns | None) -> Verdict:
             out = Outbound(None, None, None)
     by_envoy = journey if captured and journey.decision is not None and journey.decision.logged else None
     far = journey.next if captured else journey
-    told = journey.peer is not None and (flow.to.protocol != "grpc" or journey.grpc_status is not None)
+    told = journey.peer is not None and (flow.to.protocol != "grpc" or journey.last.speaks == "grpc")
     inbound = _inbound(flow, far, captured, told) if far is not None else None
     return Verdict(
         test=flow.test,

@@ -60,6 +60,11 @@ CASES = (
     _case("a fault before a cluster that does not exist", "client.one", FlowTo("alpha.one", 8080, "http"),
           _istio("VirtualService", "one", "{hosts: [alpha.one.svc.cluster.local], http: [{route: [{destination:"
                  " {host: nobody.example}}], fault: {abort: {httpStatus: 400, percentage: {value: 100}}}}]}")),
+    _case("gRPC over a hop of HTTP/1", "client.one", FlowTo("alpha.one.svc.cluster.local", 7070, "grpc"),
+          _istio("ServiceEntry", "two", "{hosts: [made.example], ports: [{number: 443, name: tls, protocol: TLS}],"
+                 " resolution: NONE}") + "---\n"
+          + _istio("VirtualService", "one", "{hosts: [alpha.one.svc.cluster.local], http: [{route: [{destination:"
+                   " {host: made.example, port: {number: 443}}}]}]}")),
     _case("gRPC to a TCP server", "plain.plain", FlowTo("plain.plain", 9000, "grpc")),
     _case("anything to a gRPC server", "plain.plain", FlowTo("plain.plain", 7070, "tcp")),
     _case("HTTP to a gRPC server", "plain.plain", FlowTo("plain.plain", 7070, "http")),
