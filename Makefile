@@ -11,9 +11,9 @@ test: setup
 test-docker: setup
 	$(PY) -m pytest tests/docker $(PYTEST_ARGS)
 
-# The rule evaluator against the kernel, the size of a night; the seed is printed, SIDECARLAB_FUZZ_SEED repeats it.
+# Predictions against the kernel and against Envoy, the size of a night; seeds are printed, SIDECARLAB_FUZZ_SEED repeats one.
 fuzz: setup
-	SIDECARLAB_FUZZ_PAIRS=$${PAIRS:-10000} $(PY) -m pytest tests/netns/explain -s --timeout 3600 $(PYTEST_ARGS)
+	SIDECARLAB_FUZZ_PAIRS=$${PAIRS:-10000} SIDECARLAB_FUZZ_REQUESTS=$${REQUESTS:-2000} $(PY) -m pytest tests/netns/explain -s --timeout 3600 $(PYTEST_ARGS)
 
 setup:
 	@scripts/setup

@@ -26,8 +26,8 @@ ADDRESSES = {name: f"10.244.{n}.10" for n, name in enumerate(PODS, 101)}
 OUTSIDE = {"vendor": "203.0.113.10", "other": "203.0.113.20"}
 NAMES_OUTSIDE = {"vendor": ("api.vendor.example", "www.vendor.example"), "other": ("other.example",)}
 _APP_PORTS = {"http": 8080, "tcp": 9000, "grpc": 7070, "https": 8443}
-_NOBODY = "203.0.113.99"
 POLICIES = ("ALLOW_ANY", "REGISTRY_ONLY")
+# An address that nobody has is none of the choices: a router says so five times, then once a second (linux: net/ipv4/route.c, ip_error).
 TIMEOUT = 1.0
 """Seconds a client waits; some flows get no answer at all."""
 
@@ -182,9 +182,10 @@ class Maker:
         spec: dict[str, Any] = {"hosts": [host], "ports": list(ports.values()), "resolution": resolution}
         spec["location"] = draw.choice(("MESH_EXTERNAL", "MESH_EXTERNAL", "MESH_INTERNAL"))
         if self._maybe(0.4):
-            spec["addresses"] = [draw.choice((OUTSIDE["vendor"], "240.250.0.7", "203.0.113.0/28", _NOBODY))]
+            made_up = "203.0.113.0/29" if resolution == "NONE" else "240.250.0.7"
+            spec["addresses"] = [draw.choice((OUTSIDE["vendor"], made_up, "203.0.113.0/28"))]
         if resolution == "STATIC":
-            spec["endpoints"] = [{"address": draw.choice((*OUTSIDE.values(), ADDRESSES["beta.two"], _NOBODY))}]
+            spec["endpoints"] = [{"address": draw.choice((*OUTSIDE.values(), ADDRESSES["beta.two"]))}]
         elif resolution != "NONE" and self._maybe(0.3):
             spec["endpoints"] = [{"address": draw.choice(("other.example", "api.vendor.example"))}]
         elif resolution != "NONE" and host.startswith("made"):
@@ -390,7 +391,7 @@ class Maker:
             host = draw.choice((*OUTSIDE.values(), *(n for names in NAMES_OUTSIDE.values() for n in names)))
             ports = [{"port": p} for p in _OUTSIDE_PORTS]
         else:
-            host, ports = draw.choice((*_UNKNOWN, _NOBODY)), [{"port": 80}, {"port": 9000}]
+            host, ports = draw.choice(_UNKNOWN), [{"port": 80}, {"port": 9000}]
         chosen = draw.choice(ports)
         port = int(chosen.get("port") or chosen.get("number"))
         if self._maybe(0.1):
