@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 from lab.explain.envoy import Decision
@@ -203,7 +204,7 @@ def _all_decided(fate: Fate | None) -> tuple[str, ...]:
 def _steps(passed: Pass, *, policies: bool = True) -> Iterator[str]:
     """What matched at a hook; a jump that led to nothing says so."""
     met = [s for s in passed.steps if s.matched]
-    for step, after in zip(met, [*met[1:], None], strict=True):
+    for step, after in zip_longest(met, met[1:]):
         if not (policies and _worth(step)) and step.rule is None:
             continue
         word, _, chain = step.effect.partition(" ")

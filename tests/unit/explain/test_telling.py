@@ -41,3 +41,9 @@ def test_a_jump_into_a_chain_with_a_match_says_nothing() -> None:
 def test_no_port_answers_an_echo_request() -> None:
     last = hops(CATALOG, 0, "icmp")[-1]
     assert (last.kind, last.place, last.text) == ("kernel", "catalog.catalog", "the kernel answers the echo request")
+
+
+def test_a_hook_without_a_match_has_nothing_to_tell() -> None:
+    test = TrafficTest(Meta("t"), FlowFrom(pod="legacy.legacy"), FlowTo(CATALOG, 8080), {})
+    sent = telling.hops(predict(world(), test).journeys[0])[0]
+    assert (sent.place, sent.details) == ("legacy.legacy", ())
