@@ -89,6 +89,8 @@ def differences(predicted: Verdict, observed: Verdict) -> list[Difference]:
     if observed.inbound is None and observed.envoy is not None and "UF" in (observed.envoy.response_flags or ""):
         # A connection that failed in its handshake is not named by its maker's log, so nobody looks for its other end.
         strict = tuple(key for key in strict if not key.startswith("inbound."))
+    if _still_open(predicted, observed):
+        strict = tuple(key for key in strict if key not in _OF_A_LINE)
     found: list[Difference] = []
     for key in strict:
         here, there = _at(one, key), _at(other, key)
@@ -108,6 +110,24 @@ def differences(predicted: Verdict, observed: Verdict) -> list[Difference]:
         if _comparable(key, here) != _comparable(key, there):
             found.append(Difference(key, here, there))
     return found
+
+
+_OF_A_LINE = (
+    "inbound.listener",
+    "inbound.filter_chain",
+    "inbound.cluster",
+    "inbound.response_flags",
+    "inbound.details",
+)
+
+
+def _still_open(predicted: Verdict, observed: Verdict) -> bool:
+    """A TCP proxy writes its line when the connection ends, and an HTTP proxy keeps its connections to it."""
+    here, there = predicted.inbound, observed.inbound
+    if here is None or there is None or not there.captured or there.listener is not None:
+        return False
+    kept = predicted.envoy is not None and predicted.envoy.route is not None
+    return kept and here.captured is True and here.route is None
 
 
 def judged(
