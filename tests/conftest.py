@@ -27,8 +27,8 @@ def as_user() -> Callable[[int], list[str]]:
     return words
 
 
-FORKING = ("runtime", "trace", "probe", "mutations", "cli", "topologies", "explain")
-"""Rooms below tests/netns whose tests enter namespaces by a fork of this process."""
+FORKING = ("runtime", "trace", "probe", "mutations", "cli", "topologies", "explain", "matrix", "test_agent_in_lab.py")
+"""Rooms and files below tests/netns whose tests enter namespaces by a fork of this process."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
