@@ -64,7 +64,7 @@ def split(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not colon:
         return text, 0
-    if not port.isdigit() or not 0 < int(port) < 65536 or (":" in host and not host.startswith("[")):
+    if not host or not port.isdigit() or not 0 < int(port) < 65536 or (":" in host and not host.startswith("[")):
         raise InputError(f"--to {text}", why="it is no HOST:PORT", next_step="Write e.g. catalog.catalog:8080")
     return host.strip("[]"), int(port)
 

@@ -374,6 +374,8 @@ def _running(name: str | None, pod: str | None = None, how: str = "Add --lab NAM
     if name is not None:
         if name in names:
             return name
+        if any(lab.name == name for lab in record.list_labs()):
+            raise InputError(f"lab {name!r} has crashed", why="its process is gone", next_step=f"Run `lab down {name}`")
         raise InputError(
             f"no lab {name!r} is up",
             why=f"up: {', '.join(names) or 'none'}",

@@ -154,6 +154,10 @@ def _lab(
     if not what or (len(what) == 1 and not os.path.exists(what[0])):
         name = what[0] if what else up[0]
         if name not in up:
+            if any(lab.name == name for lab in record.list_labs()):
+                raise InputError(
+                    f'lab "{name}" has crashed', why="its process is gone", next_step=f"Run `lab down {name}`"
+                )
             raise InputError(f'no lab and no file is called "{name}"', next_step="See `lab ls`, or give a FILE")
         yield lifecycle.attach(name), lifecycle.stored_mesh(name)
         return

@@ -11,7 +11,7 @@ from lab.explain.journey import Journey
 from lab.explain.packet import endpoint
 from lab.explain.predict import CHANCE, Question
 from lab.explain.walk import Fate, Pass, Step
-from lab.verdict import Verdict
+from lab.verdict import Inbound, Verdict
 
 _WORDS = {
     "ok": "it works",
@@ -93,6 +93,10 @@ def _end(verdict: Verdict) -> str:
     if outcome is None:
         return "" if verdict.undecided else "what answers there is not known from here"
     text = _WORDS[outcome.result]
+    far = verdict.inbound
+    if outcome.result == "ok" and outcome.status is None and far is not None and far.captured and _failed(far):
+        # Bytes came back to a client that takes any for an answer; the app never saw its own.
+        text = f"{far.pod}'s Envoy answers itself, its app is not reached (flags {far.response_flags})"
     if outcome.grpc_status:
         text = f"it gets an error (gRPC status {outcome.grpc_status})"
     elif outcome.status is not None:
@@ -101,6 +105,10 @@ def _end(verdict: Verdict) -> str:
     if flags and flags != "-":
         text += f", flags {flags}"
     return text if not outcome.error else f"{text}: {outcome.error}"
+
+
+def _failed(far: Inbound) -> bool:
+    return far.cluster is None and far.peer_seen_by_app is None and far.response_flags not in (None, "", "-")
 
 
 def hops(journey: Journey | None, questions: Sequence[Question] = ()) -> tuple[Hop, ...]:

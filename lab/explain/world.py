@@ -114,6 +114,13 @@ class Served(NamedTuple):
     ends: bool = False
 
 
+ADMIN_PAGES = frozenset(
+    ("/", "/certs", "/clusters", "/config_dump", "/help", "/listeners", "/memory", "/ready", "/server_info", "/stats",
+     "/stats/prometheus")
+)  # fmt: skip
+"""What Envoy's administration interface always answers to a GET (its own ``/help`` lists them); others depend on much."""
+
+
 def serve(speaks: Speaks, payload: Payload) -> Served:
     """How the echo app, or one of the agent's servers, answers.
 
@@ -143,12 +150,10 @@ def serve(speaks: Speaks, payload: Payload) -> Served:
     if speaks in ("status", "admin"):
         if first != "http1" or request is None:
             return Served("ok", 400) if first == "opaque" else Served("closed")
-        known = (
-            ("/healthz/ready", "/stats/prometheus", "/metrics")
-            if speaks == "status"
-            else ("/stats/prometheus", "/ready")
-        )
-        return Served("ok", 200 if request.path.partition("?")[0] in known else 404)
+        path = request.path.partition("?")[0]
+        if speaks == "admin":
+            return Served("ok", 200) if path in ADMIN_PAGES and request.method == "GET" else Served("unknown")
+        return Served("ok", 200 if path in ("/healthz/ready", "/stats/prometheus", "/metrics") else 404)
     return _http(payload)
 
 

@@ -79,6 +79,7 @@ class _Line:
             for future in self._asked.values():
                 if not future.done():
                     future.set_exception(ConnectionResetError())
+                    future.exception()  # whoever waited may be gone
             if not self.ready.done():
                 self.ready.cancel()
         self._control.close()
@@ -158,7 +159,9 @@ class Crew:
         except (TimeoutError, asyncio.CancelledError) as e:
             if isinstance(e, asyncio.CancelledError) and not self._driver.ready.cancelled():
                 raise  # it is we who are told to stop
-            raise ObservationError("the driver does not start", why=f"exit {self._process.poll()}") from None
+            code = self._process.poll()
+            why = f"it ended with {code}" if code is not None else "it was ended meanwhile, perhaps with its lab"
+            raise ObservationError("the driver does not start", why=why) from None
 
     async def send(self, where: Where, order: Order) -> Sent:
         """Sends one flow; see ``lab.probe.driver``."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from lab.probe import evidence_log, join, proxy_view
 from lab.probe.evidence_log import EnvoyLine
-from lab.probe.join import Facts, Translation
+from lab.probe.join import Facts, Far, Translation
 from lab.probe.orders import Query
 from lab.probe.proxy_view import Config
 from lab.trace.client import Sighting
@@ -46,7 +46,7 @@ FLAGS: Mapping[str, str] = {
 }  # fmt: skip
 """Envoy's response flags (envoy: source/common/stream_info/utility.h)."""
 
-_NO_ENVOY = "its Envoy is not met"
+_NO_ENVOY = "it is not redirected to Envoy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,13 +326,16 @@ class _Teller:
         how = f"{line.upstream_tls_version}, peer {line.upstream_peer_san or 'without a SPIFFE identity'}"
         how = how if line.upstream_tls_version else "plain text"
         text = f"{line.endpoint}{who} from {line.upstream_local}, {how}"
+        kept = flow is not None and self._pooled(flow)
+        if kept:
+            text += ", over a connection that was open before"
         details = [Detail(f"{line.upstream_local} -> {line.endpoint}, {how}", "access-log")]
         if owner:
             details.append(Detail(f"{line.endpoint} is {owner}", "manifests"))
         details += settings
         if flow is not None and self.facts.upstream is not None:
             found = join.translate(self.facts.upstream, flow, self.facts.listing, self.facts.addresses, "output")
-            if self._pooled(flow):
+            if kept:
                 details.append(Detail("a connection of the pool: its SYN came before this request's", self.tracer))
             details += self._passed(self.facts.upstream, flow, "output", found)
         return Hop("endpoint", self.here, text, tuple(details))
@@ -356,7 +359,7 @@ class _Teller:
             if body is not None and body.get("pod"):
                 peer = _peer_of(body)
                 return Hop("far-pod", str(body["pod"]), f"answers; it sees {peer} as its peer", tuple(told))
-            return Hop("far-pod", self._beyond(), "no pod that is watched was reached", tuple(told), happened=False)
+            return Hop("far-pod", self._beyond(), self._untold(), tuple(told), happened=False)
         found = join.arrival(far.sighting, far.flow, far.listing, far.addresses, local=far.local)
         hook = "output" if far.local and not (found.captured and found.by_trace) else "prerouting"
         details = node
@@ -387,6 +390,15 @@ class _Teller:
             if entry.reply.reversed() != entry.original:
                 yield Detail(f"the node makes it {shown(entry.reply.reversed())}", "conntrack")
 
+    def _untold(self) -> str:
+        """No app and no watched pod told of the flow: how far it is known to have come."""
+        if self.flow is not None and (self.more.names.get(self.flow.dst) == self.here or _on_lo(self.flow)):
+            return "it ended in this pod itself"
+        own = self.more.course or self.facts.outbound
+        entry = _entry(own, self.flow) if own is not None and self.flow is not None else None
+        answered = entry is not None and not self.out.captured and "seen-reply" in _status(entry)
+        return f"{self._beyond()} sent packets back, but told nothing of it" if answered else "nothing there told of it"
+
     def _beyond(self) -> str:
         flow = join.onward(self.line, self.flow, self.out.captured)
         if flow is None:
@@ -410,7 +422,7 @@ class _Teller:
         yield from self._of_config(self.more.server, proxy_view.listener, line.listener, line.filter_chain)
         yield from self._of_config(self.more.server, proxy_view.cluster, line.cluster)
         if line.upstream_local and line.endpoint:
-            yield Detail(f"Envoy connects {line.upstream_local} -> {line.endpoint}", "access-log")
+            yield Detail(f"Envoy's connection to its app: {line.upstream_local} -> {line.endpoint}", "access-log")
 
     def _to_app(self) -> Iterator[Detail]:
         far = self.facts.far
@@ -418,7 +430,19 @@ class _Teller:
         if flow is None or far is None or self.more.app is None:
             return
         found = join.translate(self.more.app, flow, far.listing, far.addresses, "output")
+        if (own := join.first_packet(self.more.app.packets, flow, "output")) is not None:
+            yield Detail(self._age(own, far), self.tracer)
         yield from rules_hit(self.more.app, flow, "output", far.listing, found)
+
+    def _age(self, own: Packet, far: Far) -> str:
+        """Whether the far Envoy opened its connection to the app for this flow: a namespace numbers its packets in order."""
+        client = join.onward(self.line, None, True) if self.line else None
+        arrived = join.first_packet(far.sighting.packets, far.flow, "prerouting") if far.sighting else None
+        if arrived is not None and own.number < arrived.number:
+            return "a connection of its pool: opened for an earlier flow"
+        if arrived is None or (client is not None and self._pooled(client)):
+            return "opened for this flow or for an earlier one over the same connection: Envoy does not tell"
+        return "opened for this flow"
 
     def _app(self) -> Iterator[Detail]:
         body = self.verdict.far_side
@@ -465,7 +489,7 @@ class _Teller:
             )
             for s in seen
         )
-        return [Hop("wire", at, f"{sum(s.count for s in seen)} packets left {self.here} for it", details)]
+        return [Hop("wire", at, f"{_packets(sum(s.count for s in seen))} left {self.here} for it", details)]
 
     def _outcome(self) -> Hop:
         sent = self.sent
@@ -524,6 +548,10 @@ def _rule(rule: Rule) -> str:
 
 def _entry(sighting: Sighting, flow: Flow) -> Entry | None:
     return next((e for e in reversed(sighting.conntrack) if e.original == flow), None)
+
+
+def _on_lo(flow: Flow) -> bool:
+    return ipaddress.ip_address(flow.dst).is_loopback
 
 
 def _tracked(entry: Entry) -> str:

@@ -148,6 +148,7 @@ class Client:
             for future in self._asked.values():
                 if not future.done():
                     future.set_exception(ConnectionResetError())
+                    future.exception()  # whoever waited may be gone
 
 
 def entry_from_json(data: Mapping[str, Any]) -> Entry:

@@ -153,6 +153,38 @@ def test_a_request_through_the_mesh_shows_the_nine_steps_with_their_evidence(run
     assert proofs(found["wire"], "veth")
 
 
+@one_back_end
+def test_a_kept_connection_is_told_from_a_new_one(running: Running) -> None:
+    """Envoy has two workers with a pool each: of three requests one must find a connection that is open."""
+    kept = []
+    for _ in range(3):
+        found = steps(running.trace("frontend.frontend", CATALOG))
+        kept.append(found["endpoint"].text.endswith("over a connection that was open before"))
+        opened = any("flags S" in text for text in proofs(found["wire"], "veth"))
+        assert kept[-1] is not opened, "the wire has a SYN of it"
+        ages = [text for text in proofs(found["far-pod"], "nftrace") if "opened for" in text]
+        assert len(ages) == 1
+        assert (ages == ["opened for this flow"]) <= opened
+    assert any(kept)
+
+
+@one_back_end
+def test_what_the_far_envoy_answers_is_not_said_to_be_the_app(running: Running) -> None:
+    """Bytes that are no HTTP, to a port where the far Envoy expects HTTP: it answers 400, and any bytes are an answer."""
+    traced = running.trace("frontend.frontend", CATALOG, "tcp")
+    assert traced.verdict.inbound is not None
+    assert traced.verdict.inbound.response_flags == "DPE"
+    assert traced.sentence.endswith("catalog.catalog's Envoy answers itself, its app is not reached (flags DPE).")
+
+
+@one_back_end
+def test_a_flow_to_the_own_envoy_is_not_redirected(running: Running) -> None:
+    found = steps(running.trace("frontend.frontend", "127.0.0.1:15000"))
+    assert found["cluster"].text.startswith("it is not redirected to Envoy: ")
+    assert found["far-pod"].text == "it ended in this pod itself"
+    assert found["outcome"].text == "ok 200"
+
+
 def test_uid_1337_meets_no_envoy_and_the_node_translates_the_vip(running: Running) -> None:
     found = steps(running.trace("frontend.frontend", CATALOG, uid=1337))
     assert "not captured by" in found["iptables"].text

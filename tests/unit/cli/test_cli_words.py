@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,41 @@ def test_an_empty_word_is_wrong_use(args: tuple[str, ...], capsys: pytest.Captur
     assert line.startswith("error: empty value for ")
     assert line.endswith(f". See `lab {args[0]} --help`\n")
     assert line.count("\n") == 1
+
+
+@pytest.mark.parametrize("to", [":80", "a:0", "a:65536", "a:x"])
+def test_a_target_without_host_or_with_a_strange_port_is_wrong_use(to: str, capsys: pytest.CaptureFixture[str]) -> None:
+    where = str(Path(__file__).parents[3] / "topologies/quickstart.yaml")
+    assert cli.main(["explain", "--from", "frontend.frontend", "--to", to, "-f", where]) == 2
+    wanted = f"error: --to {to}: it is no HOST:PORT. Write e.g. catalog.catalog:8080\n"
+    assert capsys.readouterr().err == wanted
+
+
+@pytest.mark.parametrize("source", ["frontend.frontend", "legacy.legacy"])
+@pytest.mark.parametrize("to", ["catalog.catalog:8080", "legacy.legacy:8080", "unknown.example:80", "unknown.example"])
+def test_every_kind_of_end_is_explained_in_words_and_as_json(
+    source: str, to: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = str(Path(__file__).parents[3] / "topologies/quickstart.yaml")
+    asked = ["explain", "--from", source, "--to", to, "-f", where, *(["--protocol", "icmp"] if ":" not in to else [])]
+    assert cli.main([*asked, "--why"]) == 0
+    text = capsys.readouterr().out
+    assert cli.main([*asked, "--json"]) == 0
+    assert text.splitlines()[0] == json.loads(capsys.readouterr().out)["sentence"]
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize(
+    "args", [("inspect", "two"), ("trace", "two", "--from", "a.a", "--to", "b:1"), ("verify", "two")]
+)
+def test_a_crashed_lab_is_called_so(
+    args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    labs = [LabInfo(n, "", Path("/run/sidecarlab") / n, s, 1) for n, s in (("one", "running"), ("two", "crashed"))]
+    monkeypatch.setattr(record, "list_labs", lambda: labs)
+    assert cli.main(args) == 2
+    line = capsys.readouterr().err
+    assert "has crashed: its process is gone. Run `lab down two`" in line
 
 
 def test_a_time_that_is_no_number_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:

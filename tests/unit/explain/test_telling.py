@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -47,3 +48,12 @@ def test_a_hook_without_a_match_has_nothing_to_tell() -> None:
     test = TrafficTest(Meta("t"), FlowFrom(pod="legacy.legacy"), FlowTo(CATALOG, 8080), {})
     sent = telling.hops(predict(world(), test).journeys[0])[0]
     assert (sent.place, sent.details) == ("legacy.legacy", ())
+
+
+def test_administration_pages_that_always_answer_are_known_and_others_are_not_guessed() -> None:
+    own = replace(FlowTo("127.0.0.1", 15000), path="/")
+    for path, result in (("/", "ok"), ("/config_dump", "ok"), ("/drain_listeners", None)):
+        test = TrafficTest(Meta("t"), FlowFrom(pod="frontend.frontend"), replace(own, path=path), {})
+        verdict = predict(world(), test).verdict
+        assert (verdict.outcome.result if verdict.outcome else None) == result
+        assert bool(verdict.undecided) is (result is None)
