@@ -105,13 +105,18 @@ def query_flow(query: Query) -> Flow | None:
     return Flow(query.proto, query.src, query.sport, query.server, query.port) if query.src and query.sport else None
 
 
-def first_packet(packets: Iterable[Packet], flow: Flow, hook: str) -> Packet | None:
-    """The packet of a flow that met the nat table: the newest with a nat step, else the newest.
+def first_packet(packets: Iterable[Packet], flow: Flow, hook: str, entry: Entry | None = None) -> Packet | None:
+    """The packet of a flow that met the nat table: the newest with a nat step, else the newest that came before the flow's
+    conntrack ``entry`` was reported, else the newest.
 
     Later packets of the flow (a repeated SYN, another datagram) pass nat by, and an old flow may have had the same ports.
+    Packets and entries are numbered together.
     """
     own = [p for p in packets if p.flow == flow and p.hook == hook]
-    return next((p for p in reversed(own) if any("nat" in s.table for s in p.steps)), own[-1] if own else None)
+    met = next((p for p in reversed(own) if any("nat" in s.table for s in p.steps)), None)
+    if met is None and entry is not None:
+        met = next((p for p in reversed(own) if p.number < entry.number), None)
+    return met or (own[-1] if own else None)
 
 
 _TO_PORT = re.compile(r"(?:REDIRECT --to-ports |redirect to :)(\d+)")
@@ -127,7 +132,7 @@ def translate(
     if sighting is None:
         return Translation(None, None, None, None)
     entry = next((e for e in reversed(sighting.conntrack) if e.original == flow), None)
-    packet = first_packet(sighting.packets, flow, hook)
+    packet = first_packet(sighting.packets, flow, hook, entry)
     rule = rules.decide(packet, listing, hook) if packet is not None else None
     captured, port, by_trace = None, None, False
     if entry is not None:

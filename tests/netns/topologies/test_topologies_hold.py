@@ -17,8 +17,9 @@ TOPOLOGIES = sorted(p.name for p in (ROOT / "topologies").glob("*.yaml"))
 BACKENDS = ("legacy", "nft", "native-nft")
 EVERYWHERE = (
     "quickstart.yaml",
+    "tproxy.yaml",
     "dual-stack.yaml",
-)  # the others add nothing that depends on the back end, but tproxy: on nft its plain TCP flow is now and then misread
+)  # the others add nothing that depends on the back end
 BUSY = ("connection-pools.yaml",)
 """Programs of their own run there: whether they use a pool up at a moment is not decided on paper."""
 

@@ -348,3 +348,13 @@ def test_envoys_addresses(text: str | None, expected: object) -> None:
     assert evidence_log.address(text) == expected
     if expected:
         assert evidence_log.written(*expected) == text
+
+
+def test_a_later_packet_of_a_connection_is_not_taken_for_its_first() -> None:
+    """With TPROXY nothing meets nat, and what comes later matches the socket: the conntrack entry tells where the flow began."""
+    flow = Flow("tcp", "10.0.0.2", 40000, "10.0.0.1", 9000)
+    old, first, later = (Packet(number, "prerouting", flow) for number in (3, 11, 18))
+    entry = Entry(12, flow, flow.reversed(), 0, 0)
+    assert join.first_packet([old, first, later], flow, "prerouting", entry) is first
+    assert join.first_packet([old, first, later], flow, "prerouting") is later
+    assert join.first_packet([later], flow, "prerouting", entry) is later
