@@ -124,7 +124,13 @@ def _predicted(what: Sequence[str], only: str | None, backend: str) -> Outcome:
 @contextmanager
 def alone(name: str, log: Callable[[str], None]) -> Iterator[None]:
     """One run of tests a lab at a time: what another run sends would be taken for this one's on the wire."""
-    with open(paths.run_dir(name) / "verify.lock", "w") as lock:
+    try:
+        lock = open(paths.run_dir(name) / "verify.lock", "w")  # noqa: SIM115  (closed below)
+    except FileNotFoundError:
+        raise InputError(
+            f'lab "{name}" is gone', why="another process took it down", next_step="See `lab ls`"
+        ) from None
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -165,8 +171,9 @@ def _lab(
 
     mesh = load(what)
     runner.select(mesh.tests, only)  # nothing to run is said before anything is made
-    if mesh.name in up:
-        if _same_manifests(mesh):
+    stored = _stored_manifests(mesh.name) if mesh.name in up else None
+    if stored is not None:
+        if stored == sorted(Path(file).read_bytes() for file in mesh.files):
             yield lifecycle.attach(mesh.name), mesh
             return
         # The running lab is somebody's: these manifests get a lab of their own beside it.
@@ -178,10 +185,12 @@ def _lab(
         progress(f"{mesh.name}: down")
 
 
-def _same_manifests(mesh: Mesh) -> bool:
-    """Whether the running lab was started with the very text of these manifests."""
-    stored = sorted(p.read_bytes() for p in paths.manifests_dir(mesh.name).iterdir() if p.is_file())
-    return stored == sorted(Path(file).read_bytes() for file in mesh.files)
+def _stored_manifests(name: str) -> list[bytes] | None:
+    """The texts that the running lab was started with; None if another process has taken it down meanwhile."""
+    try:
+        return sorted(p.read_bytes() for p in paths.manifests_dir(name).iterdir() if p.is_file())
+    except FileNotFoundError:
+        return None
 
 
 def _free_name(name: str) -> str:
