@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import io
 import itertools
 import json
@@ -33,6 +34,8 @@ PR_SET_KEEPCAPS = 8
 CAP_NET_ADMIN = 12
 IP_TRANSPARENT, IPV6_TRANSPARENT = 19, 75
 WAIT = 5.0
+PATIENCE = 100.0
+"""Seconds after which a child tells where it is and ends: one that keeps the xtables lock would stop all that follow."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 _numbers = itertools.count()
@@ -112,12 +115,18 @@ class Place:
         """The JSON-able result of ``work()`` done here as ``uid``."""
 
         def body(pipe: int) -> None:
+            faulthandler.dump_traceback_later(PATIENCE, exit=True)
             os.write(pipe, json.dumps(work()).encode())
 
         pid, reader = self.fork(body, uid, gid)
-        with os.fdopen(reader) as told:
-            text = told.read()
-        _, status = os.waitpid(pid, 0)
+        try:
+            with os.fdopen(reader) as told:
+                text = told.read()
+        except BaseException:
+            os.kill(pid, signal.SIGKILL)
+            raise
+        finally:
+            _, status = os.waitpid(pid, 0)
         assert status == 0, f"a child in {self.name} failed"
         return json.loads(text)
 
@@ -161,7 +170,7 @@ class Here:
         return Run(code, out.getvalue(), err.getvalue())
 
     def tool(self, *argv: str, text: str = "", check: bool = True) -> str:
-        done = subprocess.run(argv, input=text, capture_output=True, text=True, check=False)
+        done = subprocess.run(argv, input=text, capture_output=True, text=True, check=False, timeout=PATIENCE)
         assert not check or done.returncode == 0, f"{argv}: {done.stderr}"
         return done.stdout
 
