@@ -24,20 +24,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lab import lifecycle
+from lab.capture import headers, packet_filter, pcapng, sockets, taps
+from lab.capture.headers import Decoded
+from lab.capture.packet_filter import Keep
+from lab.capture.sockets import Diag, Socket
+from lab.capture.taps import Frame, Tap
 from lab.errors import InputError, LabError, ObservationError
 from lab.fabric import paths
 from lab.probe import evidence_log, join, names, speech
 from lab.probe.captions import Captioner, Connection, Owner
 from lab.probe.evidence_log import EnvoyLine, written
 from lab.runtime import enter, files
-from lab.trace import headers, packet_filter, pcapng, rules, sockets, taps
+from lab.trace import rules
 from lab.trace.client import Client, Sighting
 from lab.trace.flows import Flow
-from lab.trace.headers import Decoded
-from lab.trace.packet_filter import Keep
 from lab.trace.rules import Listing
-from lab.trace.sockets import Diag, Socket
-from lab.trace.taps import Frame, Tap
 
 if TYPE_CHECKING:
     from lab.manifests.model import Mesh

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from lab.capture import headers
+from lab.capture.headers import Decoded
+from lab.capture.taps import Frame
 from lab.probe import fence, speech
 from lab.probe.evidence_log import written
-from lab.trace import headers
 from lab.trace.flows import Flow, parse_headers
-from lab.trace.headers import Decoded
-from lab.trace.taps import Frame
 
 _PROXIES = ("Envoy", "agent")
 _DNS_PORTS = (53, 15053)

@@ -13,6 +13,6 @@ def test_manifests_of_a_lab_that_is_gone_are_nobodys() -> None:
 
 
 def test_flows_in_a_lab_that_is_gone_are_refused_in_one_line() -> None:
-    with pytest.raises(InputError, match='lab "gone-meanwhile" is gone: another process took it down'):
-        with verify.alone("gone-meanwhile", print):
-            pass
+    said = 'lab "gone-meanwhile" is gone: another process took it down'
+    with pytest.raises(InputError, match=said), verify.alone("gone-meanwhile", print):
+        pass

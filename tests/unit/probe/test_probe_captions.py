@@ -9,10 +9,10 @@ from scapy.layers.inet import ICMP, IP, TCP, UDP
 from scapy.layers.l2 import ARP, Ether
 from scapy.packet import Raw
 
+from lab.capture import headers
+from lab.capture.taps import Direction, Frame
 from lab.probe.captions import Captioner, Connection, Owner
-from lab.trace import headers
 from lab.trace.flows import Flow
-from lab.trace.taps import Direction, Frame
 
 POD, FAR, VIP, DNS, OUT = "10.244.1.1", "10.244.2.1", "10.96.20.30", "10.96.0.10", "203.0.113.20"
 NAMES = {POD: "pod frontend.frontend", FAR: "pod catalog.catalog", VIP: "VIP of catalog.catalog", DNS: "cluster DNS"}

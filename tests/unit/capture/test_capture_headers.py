@@ -10,7 +10,7 @@ from scapy.layers.inet6 import ICMPv6EchoRequest, IPv6, IPv6ExtHdrHopByHop
 from scapy.layers.l2 import ARP, Ether
 from scapy.packet import Raw
 
-from lab.trace import headers
+from lab.capture import headers
 from lab.trace.flows import Flow
 
 APP = Flow("tcp", "10.244.1.1", 40000, "10.96.20.30", 8080)

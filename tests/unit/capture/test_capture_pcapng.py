@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scapy.utils import RawPcapNgReader
 
-from lab.trace import pcapng
+from lab.capture import pcapng
 
 FRAME = bytes(12) + b"\x08\x00" + bytes(46)
 WHEN = 1_796_022_868_123_456_789

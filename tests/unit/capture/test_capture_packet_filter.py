@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from lab.capture import packet_filter
 from lab.errors import InputError
-from lab.trace import packet_filter
 from lab.trace.flows import Flow
 
 APP = (0x0800, Flow("tcp", "10.244.1.1", 40000, "10.96.20.30", 8080))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import socket
 
-from lab.trace import sockets
+from lab.capture import sockets
+from lab.capture.sockets import Diag, Socket
 from lab.trace.flows import Flow
-from lab.trace.sockets import Diag, Socket
 
 
 def test_the_kernel_names_both_ends_of_a_connection() -> None:
