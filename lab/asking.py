@@ -256,7 +256,8 @@ def _run(command: Sequence[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        raise ObservationError("cannot list the rules", command[0], "the program is missing") from None
+        why = "the program is missing"
+        raise ObservationError("cannot list the rules", command[0], why, "Install iptables and nftables") from None
     if done.returncode:
-        raise ObservationError("cannot list the rules", command[0], done.stderr.strip()[-200:])
+        raise ObservationError("cannot list the rules", command[0], done.stderr.strip()[-200:], "Run as root")
     return done.stdout

@@ -168,7 +168,8 @@ def _open(stack: ExitStack, lab: str, place: str, interface: str) -> tuple[list[
         try:
             opened = [stack.enter_context(closing(taps.open_tap(name))) for name in chosen]
         except OSError as e:
-            raise ObservationError("packets cannot be captured", place, e.strerror or str(e)) from None
+            why = e.strerror or str(e)
+            raise ObservationError("packets cannot be captured", place, why, "Run as root with CAP_NET_RAW") from None
         return opened, stack.enter_context(closing(Diag()))
 
 

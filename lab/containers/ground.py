@@ -38,7 +38,10 @@ class Probers:
         """Raises ObservationError: that place has no prober."""
         client = self._clients.get(place)
         if client is None:
-            raise ObservationError("nobody sends or watches there", place, "it has no prober")
+            known = f"probers: {', '.join(sorted(self._clients))}"
+            raise ObservationError(
+                "nobody sends or watches there", place, f"it has no prober; {known}", "Name one of them"
+            )
         return client
 
     async def send(self, where: Where, order: Order) -> Sent:

@@ -63,13 +63,16 @@ class _Line:
             channel.send(self._control, {**message, "id": number})
             answer = await asyncio.wait_for(future, timeout)
         except TimeoutError:
-            raise ObservationError(f"the {self._who} does not answer", why=f"nothing within {timeout:g} s") from None
+            why = f"nothing within {timeout:g} s"
+            raise ObservationError(f"the {self._who} does not answer", why=why, next_step="Run it again") from None
         except OSError as e:
-            raise ObservationError(f"the {self._who} has ended", why=e.strerror or "") from None
+            why = "; ".join(filter(None, (e.strerror, "its lab may be down")))
+            raise ObservationError(f"the {self._who} has ended", why=why, next_step="See `lab ls`") from None
         finally:
             del self._asked[number]
         if "error" in answer:
-            raise ObservationError(f"the {self._who} cannot", str(message.get("place", "")), str(answer["error"]))
+            where, why = str(message.get("place", "")), str(answer["error"])
+            raise ObservationError(f"the {self._who} cannot", where, why, "See `lab inspect` for what runs there")
         return answer
 
     def close(self) -> None:
@@ -161,7 +164,9 @@ class Crew:
                 raise  # it is we who are told to stop
             code = self._process.poll()
             why = f"it ended with {code}" if code is not None else "it was ended meanwhile, perhaps with its lab"
-            raise ObservationError("the driver does not start", why=why) from None
+            raise ObservationError(
+                "the driver does not start", why=why, next_step="See `lab ls`, then run it again"
+            ) from None
 
     async def send(self, where: Where, order: Order) -> Sent:
         """Sends one flow; see ``lab.probe.driver``."""

@@ -161,7 +161,8 @@ async def gather(ground: Ground, test: TrafficTest) -> Facts:
 async def _gather(ground: Ground, test: TrafficTest, source: Where, flight: Flight) -> Facts:
     pod = source.place if source.place in ground.observed else None
     if pod is None and test.flow_from.pod:
-        raise ObservationError("the pod is not observed", source.place, "the lab's observer has lost it")
+        why = "the lab's observer has lost it"
+        raise ObservationError("the pod is not observed", source.place, why, "Take the lab down and up again")
     marks = ground.marks()
     since = time.time()
     sent = await ground.crew.send(source, Order.of(test))

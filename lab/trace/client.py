@@ -58,7 +58,9 @@ class Client:
         try:
             reader, writer = await asyncio.open_unix_connection(path, limit=1 << 26)
         except OSError as e:
-            raise ObservationError("the lab's observer does not answer", path, e.strerror or str(e)) from None
+            raise ObservationError(
+                "the lab's observer does not answer", path, e.strerror or str(e), "Take the lab down and up again"
+            ) from None
         return cls(reader, writer)
 
     async def ask(self, **question: Any) -> dict[str, Any]:
@@ -81,7 +83,10 @@ class Client:
         finally:
             del self._asked[number]
         if not answer.get("ok"):
-            raise ObservationError("the observer refuses", str(question.get("op")), str(answer.get("error")))
+            why = str(answer.get("error"))
+            raise ObservationError(
+                "the observer refuses", str(question.get("op")), why, "Is the pod still up? See `lab inspect`"
+            )
         return answer
 
     async def flow(

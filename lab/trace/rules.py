@@ -285,5 +285,6 @@ def _run(command: Sequence[str]) -> str:
             "cannot read the rules",
             command[0],
             done.stderr.strip().splitlines()[-1:][0] if done.stderr.strip() else f"exit {done.returncode}",
+            "Run as root",
         )
     return done.stdout
