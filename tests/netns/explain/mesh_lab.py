@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import mesh_made
 import yaml
 
 from lab import changing, explaining, proofs
+from lab.fabric import paths
 from lab.lifecycle import Lab
 from lab.manifests import load
 from lab.manifests.model import FlowFrom, Mesh, TrafficTest
@@ -63,7 +65,20 @@ class MeshLab:
             LabError: it is none.
         """
         self._file.write_text(text(documents))
-        return changing.to_manifests(self.name, [str(self._file)]).mesh
+        mesh = changing.to_manifests(self.name, [str(self._file)]).mesh
+        for pod in mesh.pods:
+            self._end_connections(pod.name)
+        return mesh
+
+    def _end_connections(self, place: str) -> None:
+        """Closes what proxies keep open to one another: a kept connection goes the way of the mesh in which it was made.
+
+        The proxy's own connections to the control plane, from and to higher ports, stay. (A kernel without
+        CONFIG_INET_DIAG_DESTROY closes none.)
+        """
+        enter = ["nsenter", f"--net={paths.netns_path(self.name, place)}"]
+        kept = ["ss", "-K", "-t", "state", "established", "( dport < 15000 or sport < 15000 )"]
+        subprocess.run([*enter, *kept], stdout=subprocess.DEVNULL, check=True)
 
     def compare(self, mesh: Mesh, tests: Sequence[TrafficTest]) -> list[Compared]:
         """Sends the flows, and predicts them."""
