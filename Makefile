@@ -12,8 +12,10 @@ test-docker: setup
 	$(PY) -m pytest tests/docker $(PYTEST_ARGS)
 
 # Predictions against the kernel and against Envoy, the size of a night; seeds are printed, SIDECARLAB_FUZZ_SEED repeats one.
+# Then every property test with examples of its own choice (make test takes the same ones each time).
 fuzz: setup
 	SIDECARLAB_FUZZ_PAIRS=$${PAIRS:-10000} SIDECARLAB_FUZZ_REQUESTS=$${REQUESTS:-2000} $(PY) -m pytest tests/netns/explain -s --timeout 3600 $(PYTEST_ARGS)
+	SIDECARLAB_FUZZ=on $(PY) -m pytest tests/unit tests/netns/init/test_init_documents.py --timeout 3600 $(PYTEST_ARGS)
 
 setup:
 	@scripts/setup

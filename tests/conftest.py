@@ -7,6 +7,12 @@ import signal
 from collections.abc import Callable
 
 import pytest
+from hypothesis import settings
+
+# The same examples in every run; `make fuzz` tries others.
+settings.register_profile("fixed", derandomize=True)
+if not any(name.startswith("SIDECARLAB_FUZZ") for name in os.environ):
+    settings.load_profile("fixed")
 
 
 def pytest_configure() -> None:

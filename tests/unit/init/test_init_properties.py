@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 
 import pytest
@@ -173,11 +174,13 @@ def test_native_forms_tell_rules_apart(config: Config) -> None:
     built = native.build(config)
     for rule in built:
         assert native_state.form(rule)[1]
-    distinct = {native.body(rule) for rule in built}
-    # "tcp dport 80" is what nft makes of "meta l4proto tcp tcp dport 80": the only two texts with one form.
-    assert len({native_state.form(rule) for rule in built}) == len(
-        {text.replace("meta l4proto tcp tcp", "tcp").replace("meta sk", "sk") for text in distinct}
-    )
+    assert len({native_state.form(rule) for rule in built}) == len({_as_kept(native.body(rule)) for rule in built})
+
+
+def _as_kept(text: str) -> str:
+    """What nft makes of a rule's text: it masks networks, and leaves out the protocol that a port implies."""
+    masked = re.sub(r"[0-9a-f.:]+/\d+", lambda found: str(ipaddress.ip_network(found[0], strict=False)), text)
+    return masked.replace("meta l4proto tcp tcp", "tcp").replace("meta sk", "sk")
 
 
 @pytest.mark.parametrize(
