@@ -2,6 +2,9 @@
 .PHONY: fuzz demo test setup lint bench test-docker format proto lock
 PY := .venv/bin/python
 
+# Programs that only tests call; scripts/setup installs them.
+test fuzz test-docker: export EXTRA_PACKAGES += procps curl bind9-dnsutils
+
 demo: setup
 	@$(PY) -m lab verify topologies/quickstart.yaml
 

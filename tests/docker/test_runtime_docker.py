@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, docker, failures, process
+from scapy.utils import RawPcapNgReader
+
+from lab.probe.hops import STEPS
 
 pytestmark = [pytest.mark.docker, pytest.mark.root, pytest.mark.timeout(600)]
 
@@ -105,6 +108,50 @@ def test_exec_runs_in_the_pod(image: str, mesh: dict[str, Any]) -> None:
     assert done.returncode == 7
     assert done.stdout.splitlines()[:2] == ["frontend", "1000"]
     assert "search frontend.svc.cluster.local" in done.stdout
+
+
+def test_a_trace_shows_the_nine_steps(image: str, mesh: dict[str, Any]) -> None:
+    where = ("--from", "frontend.frontend", "--to", "catalog.catalog:8080")
+    done = lab(image, "trace", NAME, *where, "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert (document["outcome"]["status"], document["missing"]) == (200, {})
+    steps = [hop for hop in document["hops"] if hop["number"] is not None]
+    assert [hop["step"] for hop in steps] == list(STEPS)
+    assert all(hop["evidence"] for hop in steps), steps
+    assert "catalog" in json.dumps(document["far_side"])
+
+
+def test_a_capture_names_the_hop_of_each_packet(image: str, mesh: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "catalog.pcapng"
+    command = [
+        sys.executable,
+        "-m",
+        "lab",
+        "capture",
+        "catalog.catalog",
+        "--lab",
+        NAME,
+        "-w",
+        str(file),
+        "--filter",
+        "tcp",
+    ]
+    capture = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        assert capture.stderr is not None
+        assert capture.stderr.readline().startswith("capturing on ")
+        sent = lab(image, "trace", NAME, "--from", "frontend.frontend", "--to", "catalog.catalog:8080")
+        assert sent.returncode == 0, sent.stderr
+        capture.send_signal(signal.SIGINT)
+        _, said = capture.communicate(timeout=20)
+    finally:
+        capture.kill()
+        capture.wait()
+    assert capture.returncode == 0, said
+    comments = [meta.comments[0].decode() for _, meta in RawPcapNgReader(str(file))]
+    assert any(c.startswith("inbound: 10.244.1.") and "arrives at 15006 (Envoy)" in c for c in comments), comments
+    assert any(c.startswith("Envoy (uid 1337) -> app (uid 1000), port 8080") for c in comments), comments
 
 
 def test_a_killed_agent_is_noticed_and_the_app_lives_on(image: str, mesh: dict[str, Any]) -> None:
