@@ -27,6 +27,17 @@ def port_of(destination: Mapping[str, Any], service: Service | None, listener_po
     return listener_port
 
 
+def http_cluster_of(proxy: Proxy, destination: Mapping[str, Any], listener_port: int) -> str:
+    """As :func:`cluster_of`, for a route of HTTP.
+
+    A route configuration of one port knows of each service that port alone, so a destination without a port is of the
+    listener's port, whatever its service's only port is (httproute.go: BuildSidecarOutboundVirtualHosts).
+    """
+    if listener_port and not port_of(destination, None, 0):
+        destination = {**destination, "port": {"number": listener_port}}
+    return cluster_of(proxy, destination, listener_port)
+
+
 def cluster_of(proxy: Proxy, destination: Mapping[str, Any], listener_port: int) -> str:
     """The cluster's name; an unknown host, port or subset still gives one (503 NC at run time)."""
     host = proxy.push.registry.alias_target(str(destination.get("host", "")))
@@ -34,17 +45,20 @@ def cluster_of(proxy: Proxy, destination: Mapping[str, Any], listener_port: int)
     return protoconv.cluster_name("outbound", port, str(destination.get("subset") or ""), host)
 
 
-def static_match(match: Mapping[str, Any], proxy: Proxy, port: int, *, gateways_replace_labels: bool = False) -> bool:
+def static_match(match: Mapping[str, Any], proxy: Proxy, port: int, *, gateways_replace_source: bool = False) -> bool:
     """The parts of a match that are decided at generation: gateways, sourceLabels, sourceNamespace, port.
 
-    In HTTP routes a match that names gateways is not asked for its sourceLabels (``gateways_replace_labels``).
+    In HTTP routes a match that names gateways is not asked for its sourceLabels and sourceNamespace
+    (``gateways_replace_source``; route.go: sourceMatchHTTP).
     """
     gateways: Iterable[str] = match.get("gateways") or ()
     if gateways and "mesh" not in gateways:
         return False
-    labels: Mapping[str, str] = match.get("sourceLabels") or {}
-    if not (gateways and gateways_replace_labels) and any(proxy.labels.get(k) != v for k, v in labels.items()):
-        return False
     if match.get("port") and int(match["port"]) != port:
+        return False
+    if gateways and gateways_replace_source:
+        return True
+    labels: Mapping[str, str] = match.get("sourceLabels") or {}
+    if any(proxy.labels.get(k) != v for k, v in labels.items()):
         return False
     return match.get("sourceNamespace") in (None, "", proxy.node.namespace)

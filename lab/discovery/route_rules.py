@@ -309,7 +309,7 @@ def is_catch_all(route: Any) -> bool:
     """Whether nothing behind this route can be reached."""
     match = route.match
     kind = match.WhichOneof("path_specifier")
-    all_paths = (kind == "prefix" and match.prefix == "/") or (kind == "safe_regex" and match.safe_regex.regex == "*")
+    all_paths = (kind == "prefix" and match.prefix == "/") or (kind == "safe_regex" and match.safe_regex.regex == ".*")
     return bool(all_paths and not match.headers and not match.query_parameters and not match.dynamic_metadata)
 
 
@@ -401,7 +401,7 @@ def _hundredths(value: float) -> Any:
 
 def _add_mirror(action: Any, proxy: Proxy, destination: Mapping[str, Any], percent: Any, listener_port: int) -> None:
     action.request_mirror_policies.add(
-        cluster=destinations.cluster_of(proxy, destination, listener_port),
+        cluster=destinations.http_cluster_of(proxy, destination, listener_port),
         runtime_fraction=base_pb2.RuntimeFractionalPercent(default_value=percent),
         trace_sampled=protoconv.boolean(False),
         disable_shadow_host_suffix_append=True,
@@ -451,7 +451,7 @@ def _route_action(out: Any, proxy: Proxy, http: Mapping[str, Any], authority: st
     routes: Sequence[Mapping[str, Any]] = http.get("route") or ()
     if len(routes) == 1:
         destination = _mapping(routes[0].get("destination"))
-        action.cluster = destinations.cluster_of(proxy, destination, listener_port)
+        action.cluster = destinations.http_cluster_of(proxy, destination, listener_port)
         own = _apply_headers(out, _mapping(routes[0].get("headers")))
         if own and not authority:
             action.host_rewrite_literal = own
@@ -467,7 +467,7 @@ def _route_action(out: Any, proxy: Proxy, http: Mapping[str, Any], authority: st
                 continue
             destination = _mapping(one.get("destination"))
             cluster = action.weighted_clusters.clusters.add(
-                name=destinations.cluster_of(proxy, destination, listener_port), weight=protoconv.uint32(weight)
+                name=destinations.http_cluster_of(proxy, destination, listener_port), weight=protoconv.uint32(weight)
             )
             own = _apply_headers(cluster, _mapping(one.get("headers")))
             if own:
@@ -547,7 +547,7 @@ def translate(
     proxy: Proxy, vs: VirtualService, http: Mapping[str, Any], match: Mapping[str, Any] | None, port: int
 ) -> Any:
     """One Envoy route for one rule and one of its matches; None if it is not for this proxy and port."""
-    if match is not None and not destinations.static_match(match, proxy, port, gateways_replace_labels=True):
+    if match is not None and not destinations.static_match(match, proxy, port, gateways_replace_source=True):
         return None
     name = str(http.get("name") or "")
     if match is not None and match.get("name"):

@@ -98,6 +98,36 @@ def test_static_parts_are_decided_here() -> None:
     assert [r["name"] for r in found] == ["mine", "rest"]
 
 
+def test_a_match_that_names_mesh_asks_nothing_of_the_source() -> None:
+    found = rule(
+        f"- match: [{{gateways: [mesh], sourceLabels: {{app: other}}, sourceNamespace: zzz}}]\n  name: all\n  {TO_SERVER}\n"
+    )
+    assert [r["name"] for r in found] == ["all"]
+
+
+def test_regex_of_everything_ends_the_generation() -> None:
+    found = rule(f"- match: [{{uri: {{regex: '.*'}}}}]\n  name: all\n  {TO_SERVER}\n- name: rest\n  {TO_SERVER}")
+    assert [r["name"] for r in found] == ["all"]
+
+
+def test_destination_without_port_is_of_the_listeners_port() -> None:
+    other = service("other", "b", "[{name: http, port: 9090}]", vip="10.96.0.8")
+    both = f"[{{destination: {{host: other.b{S}}}, weight: 1}}, {{destination: {{host: {HOST}}}, weight: 1}}]"
+    text = (
+        f"- match: [{{uri: {{prefix: /one}}}}]\n  mirror: {{host: other.b{S}}}\n  route: [{{destination: {{host: other.b{S}}}}}]\n"
+        f"- match: [{{uri: {{prefix: /two}}}}]\n  route: [{{destination: {{host: other.b{S}, port: {{number: 9090}}}}}}]\n"
+        f"- route: {both}\n"
+    )
+    one, two, three = routes(other, virtual_service(f"hosts: [{HOST}]\nhttp:\n{text}"))
+    assert one["route"]["cluster"] == out(8080, f"other.b{S}")
+    assert one["route"]["request_mirror_policies"][0]["cluster"] == out(8080, f"other.b{S}")
+    assert two["route"]["cluster"] == out(9090, f"other.b{S}")
+    assert [c["name"] for c in three["route"]["weighted_clusters"]["clusters"]] == [
+        out(8080, f"other.b{S}"),
+        out(8080, HOST),
+    ]
+
+
 def test_rule_for_nobody_here_leaves_the_default_route() -> None:
     (route,) = rule(f"- match: [{{sourceNamespace: zzz}}]\n  {TO_SERVER}")
     assert route["name"] == "default"
