@@ -134,8 +134,18 @@ class Service:
         usable = [a for a in self.addresses if node.supports(a)]
         if not usable and not self.addresses and node.dns_capture:
             usable = [a for a in self.auto_addresses if node.supports(a)]
+        if not usable and self.registry == EXTERNAL:
+            usable = list(self.addresses[:1])  # what a ServiceEntry writes counts whatever its family
         first = node.families[0]
         return tuple(sorted(usable, key=lambda a: (6 if ":" in a else 4) != first))
+
+    def listens_on(self, node: node_module.Node) -> tuple[str, ...]:
+        """Addresses and CIDRs of the service's own listeners; empty for 0.0.0.0.
+
+        They are its ``vips``. One that has addresses, but none of the proxy's families, is still not everywhere
+        (istio/istio: pilot/pkg/model/service.go: GetAddressForProxy).
+        """
+        return self.vips(node) or self.addresses[:1]
 
     def visible_to(self, namespace: str) -> bool:
         return self.export_to is None or namespace in self.export_to
@@ -560,7 +570,10 @@ class Registry:
                 if pod is None:
                     continue  # held back until the pod is known: its labels are needed
             else:
+                # written by hand: the pod of that address, if it is of the slice's namespace (endpointslice.go: getPod)
                 pod = self._pods_by_ip.get(one.ip)
+                if pod is not None and pod.meta.namespace != service.namespace:
+                    pod = None
             base = (
                 self._pod_endpoint(pod)
                 if pod

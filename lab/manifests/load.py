@@ -16,7 +16,7 @@ from pathlib import Path
 from lab.errors import InputError
 from lab.manifests import addresses, istio, semantics, sidecarlab
 from lab.manifests.addresses import Claim, ServiceDraft
-from lab.manifests.document import Map, Seq, parse
+from lab.manifests.document import Map, Seq, locate, parse
 from lab.manifests.files import read_text
 from lab.manifests.item import Item
 from lab.manifests.kinds import ACCEPTED, KINDS, REFUSED, SCOPED, Kind
@@ -361,10 +361,16 @@ def _pods(
     return list(found.values())
 
 
-def _endpoint_slices(objects: _Objects, problems: Problems) -> list[EndpointSlice]:
+def _endpoint_slices(objects: _Objects, services: Sequence[ServiceDraft], problems: Problems) -> list[EndpointSlice]:
+    selecting = {draft.service.meta.key for draft in services if draft.service.selector}
     found: list[EndpointSlice] = []
     for item in objects.of("EndpointSlice", "Endpoints"):
-        if item.kind == "Endpoints":
+        if item.kind == "Endpoints" and item.meta.key in selecting:
+            problems.warn(
+                locate(item.document, ("metadata",)),
+                f"{item.subject}: its Service has a selector: Kubernetes overwrites these endpoints with its own",
+            )
+        elif item.kind == "Endpoints":
             found += endpoints(item)
         elif (made := endpoint_slice(item, problems)) is not None:
             found.append(made)
@@ -381,7 +387,7 @@ def _build(
     claims: list[Claim] = []
     pods = _pods(objects, {namespace.meta.name: namespace.meta.labels for namespace in namespaces}, claims, problems)
     services: list[ServiceDraft] = [service(item, claims, problems) for item in objects.of("Service")]
-    slices = _endpoint_slices(objects, problems)
+    slices = _endpoint_slices(objects, services, problems)
     entries: list[ServiceEntry] = [istio.service_entry(item, problems) for item in objects.of("ServiceEntry")]
     workloads: list[WorkloadEntry] = [istio.workload_entry(item) for item in objects.of("WorkloadEntry")]
     sidecars: list[Sidecar] = [istio.sidecar(item, problems) for item in objects.of("Sidecar")]

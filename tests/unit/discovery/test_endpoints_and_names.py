@@ -63,13 +63,34 @@ endpoints:
 - {addresses: [192.0.2.3], conditions: {ready: false, terminating: false}}
 - {addresses: [10.2.0.1], targetRef: {kind: Pod, name: server, namespace: b}}
 - {addresses: [192.0.2.9], targetRef: {kind: Pod, name: gone, namespace: b}}
+- {addresses: [10.2.0.1]}
+- {addresses: [10.1.0.1]}
 ---
 """
     resources = of(CLIENT, SERVER, text)
-    assert groups(resources, f"manual.b{S}", 80) == [("", 0, ["192.0.2.1", "192.0.2.3", "10.2.0.1"])]
+    assert groups(resources, f"manual.b{S}", 80) == [
+        ("", 0, ["192.0.2.1", "192.0.2.3", "10.2.0.1", "10.2.0.1", "10.1.0.1"])
+    ]
     assert groups(resources, f"manual.b{S}", 81) == []
-    health = [e.health_status for g in resources.endpoints[out(80, f"manual.b{S}")].endpoints for e in g.lb_endpoints]
-    assert health == [1, 2, 1]
+    found = [e for g in resources.endpoints[out(80, f"manual.b{S}")].endpoints for e in g.lb_endpoints]
+    assert [e.health_status for e in found] == [1, 2, 1, 1, 1]
+    # without targetRef the pod of that address is taken for it, if it is of the slice's namespace
+    meshed = ["envoy.transport_socket_match" in e.metadata.filter_metadata for e in found]
+    assert meshed == [False, False, True, True, False]
+
+
+def test_endpoints_object_of_a_service_with_selector_is_overwritten() -> None:
+    text = """
+apiVersion: v1
+kind: Endpoints
+metadata: {name: server, namespace: b}
+subsets: [{addresses: [{ip: 192.0.2.1}], ports: [{name: http, port: 8888}]}]
+---
+"""
+    web = service("server", "b", "[{name: http, port: 80, targetPort: 8080}]")
+    assert groups(of(CLIENT, SERVER, web, text), f"server.b{S}", 80) == [("", 0, ["10.2.0.1"])]
+    (warning,) = build(CLIENT, SERVER, web, text).warnings
+    assert "Kubernetes overwrites these endpoints with its own" in warning.message
 
 
 def test_publish_not_ready_addresses_count_as_ready() -> None:
