@@ -6,14 +6,14 @@ Sources: istio/istio: pilot/pkg/networking/core/listener_inbound.go, filterchain
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from envoy.config.listener.v3 import listener_components_pb2, listener_pb2
 from envoy.type.v3 import range_pb2
 
 from lab.discovery import access_log, filters, protoconv, routes, tls
-from lab.discovery.listeners import listener_name
+from lab.discovery.listeners import is_reserved, listener_name
 from lab.discovery.protoconv import BLACK_HOLE_CLUSTER, INBOUND_PASSTHROUGH_CLUSTER
 from lab.discovery.proxy import Proxy
 from lab.discovery.registry import Port
@@ -94,7 +94,8 @@ def chain_configs(proxy: Proxy) -> list[ChainConfig]:
         if proxy.node.interception_mode == "NONE":
             return []
         for target in proxy.targets:
-            if target.port.listener_class != "NONE":
+            listens = replace(target.port, port=target.target_port)
+            if listens.listener_class != "NONE" and not is_reserved(proxy, wildcards[0], listens):
                 # of several services on one port the oldest decides, the protocol too
                 out.setdefault(
                     target.target_port,
@@ -111,11 +112,14 @@ def chain_configs(proxy: Proxy) -> list[ChainConfig]:
         real = binds_to_port(proxy, ingress.capture_mode)
         if real and ingress.port < 1024 and proxy.node.text("UNPRIVILEGED_POD"):
             continue
+        port = Port(ingress.port, ingress.name, ingress.protocol)
+        if is_reserved(proxy, ingress.bind, port, virtual=False):
+            continue
         out.setdefault(
             ingress.port,
             ChainConfig(
                 ingress.port,
-                Port(ingress.port, ingress.name, ingress.protocol),
+                port,
                 inbound_cluster(ingress.port),
                 # without a bind the chain is of the pod's own address (listener_address.go: getSidecarInboundBindIPs)
                 ingress.bind or proxy.node.ips[0],

@@ -93,6 +93,22 @@ def listener_name(bind: str, port: int) -> str:
     return f"{bind}_{port}"
 
 
+def is_reserved(proxy: Proxy, bind: str, port: Port, *, virtual: bool = True) -> bool:
+    """Whether a listener would take a wildcard port of the proxy's own: status, statistics and the ``virtual`` ones.
+
+    ``bind`` is the address as written; without one, HTTP is on the wildcard and anything else is not
+    (istio/istio: pilot/pkg/model/context.go: conflictWithReservedListener).
+    """
+    if bind != proxy.node.wildcards[0] if bind else port.listener_class != "HTTP":
+        return False
+    node, config = proxy.node, proxy.mesh_config
+    taken = {int(node.metadata.get("ENVOY_STATUS_PORT") or 15021)}
+    taken.add(int(node.metadata.get("ENVOY_PROMETHEUS_PORT") or 15090))
+    if virtual:
+        taken |= {config.proxy_listen_port, config.proxy_inbound_listen_port}
+    return port.port in taken
+
+
 def _catch_all_filters(proxy: Proxy) -> Sequence[Any]:
     return proxy.memo("catch_all_filters", lambda: (filters.tcp_proxy(proxy, catch_all.cluster_of(proxy)),))
 
@@ -204,7 +220,7 @@ def _tls_chains(
     if out:
         return out
     wildcard = proxy.node.wildcards[0]
-    vips = service.vips(proxy.node)
+    vips = service.listens_on(proxy.node)
     unspecified = not vips
     dynamic = service.resolution == "DynamicDNS" and service.host.startswith("*")
     sni = ()
@@ -262,18 +278,9 @@ class _Builder:
 
     def can_bind(self, binding: Binding, port: Port) -> bool:
         """Whether a listener may be there: not on the proxy's own ports, not below 1024 if it may not bind them."""
-        node, config = self.proxy.node, self.proxy.mesh_config
-        if binding.bind_to_port and port.port < 1024 and node.text("UNPRIVILEGED_POD"):
+        if binding.bind_to_port and port.port < 1024 and self.proxy.node.text("UNPRIVILEGED_POD"):
             return False
-        bind = binding.binds[0] if binding.binds else ""
-        if bind and bind != self.wildcards[0]:
-            return True
-        if not bind and port.listener_class != "HTTP":
-            return True
-        taken = {config.proxy_listen_port, config.proxy_inbound_listen_port}
-        taken.add(int(node.metadata.get("ENVOY_STATUS_PORT") or 15021))
-        taken.add(int(node.metadata.get("ENVOY_PROMETHEUS_PORT") or 15090))
-        return port.port not in taken
+        return not is_reserved(self.proxy, binding.binds[0] if binding.binds else "", port)
 
     def _binds_of(self, service: Service, binding: Binding, port: Port) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """(addresses to listen on, CIDRs to match) of one service port."""
@@ -281,7 +288,7 @@ class _Builder:
             return binding.binds, ()
         if port.listener_class == "HTTP":
             return self.wildcards, ()
-        vips = service.vips(self.proxy.node)
+        vips = service.listens_on(self.proxy.node)
         if not vips:
             return self.wildcards if service.registry == EXTERNAL else self.wildcards[:1], ()
         if "/" in vips[0]:
@@ -424,7 +431,7 @@ class _Builder:
         per_endpoint = (
             not binding.binds
             and service.resolution == "Passthrough"
-            and not service.vips(self.proxy.node)
+            and not service.listens_on(self.proxy.node)
             and port.listener_class in ("TCP", "AUTO")
         )
         if not per_endpoint:

@@ -55,11 +55,18 @@ class HostInMaking:
 
 
 def _http_services(listener: EgressListener, port: int) -> list[tuple[Service, Port]]:
-    """Services of an egress listener with an HTTP or sniffed port of that number (0: any port), oldest first."""
+    """Services of an egress listener with an HTTP or sniffed port of that number (0: any port), oldest first.
+
+    Of several services of one host (an entry has one per address) the last counts
+    (httproute.go: BuildSidecarOutboundVirtualHosts).
+    """
+    by_host: dict[str, Service] = {}
+    for service in listener.services:
+        if service.resolution != "Alias" and (port == 0 or service.port_by_number(port) is not None):
+            by_host[service.host] = service
     return [
         (service, candidate)
-        for service in listener.services
-        if service.resolution != "Alias"
+        for service in by_host.values()
         for candidate in service.ports
         if candidate.listener_class in ("HTTP", "AUTO") and (port == 0 or candidate.port == port)
     ]

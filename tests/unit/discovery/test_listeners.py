@@ -12,6 +12,7 @@ from mesh_text import (
     S,
     chains,
     hcm,
+    hosts_of,
     inspectors,
     istio,
     mesh_config,
@@ -148,6 +149,32 @@ def test_each_address_of_an_entry_has_a_listener() -> None:
     resources = of(CLIENT, text)
     assert {"192.0.2.1_5432", "192.0.2.2_5432"} <= set(resources.listeners)
     assert list(resources.clusters).count(out(5432, "db.example")) == 1
+
+
+def test_of_the_addresses_of_an_http_entry_the_last_is_a_domain() -> None:
+    text = entry(
+        "web",
+        "hosts: [web.example]\naddresses: [192.0.2.1, 192.0.2.2]\nresolution: STATIC\nendpoints: [{address: 203.0.113.5}]\n"
+        "ports: [{number: 80, name: http, protocol: HTTP}]",
+    )
+    assert hosts_of(of(CLIENT, text), "80")["web.example:80"] == ["web.example", "web.example.", "192.0.2.2"]
+
+
+def test_address_of_another_family_is_no_wildcard() -> None:
+    ports = "ports: [{number: 5432, name: tcp, protocol: TCP}, {number: 80, name: http, protocol: HTTP}]"
+    six = entry(
+        "six",
+        f"hosts: [six.example]\naddresses: ['2001:db8::5']\nresolution: STATIC\n{ports}\nendpoints: [{{address: 203.0.113.5}}]",
+    )
+    resources = of(CLIENT, six)
+    assert chains(resources.listeners["2001:db8::5_5432"]) == [({}, f"tcp {out(5432, 'six.example')}")]
+    assert "0.0.0.0_5432" not in resources.listeners
+    assert hosts_of(resources, "80")["six.example:80"] == ["six.example", "six.example.", "[2001:db8::5]"]
+    web = service("server", "b", "[{name: tcp, port: 9000}, {name: http, port: 80}]", vip="'fd00:10:96::99'")
+    resources = of(CLIENT, SERVER, web)
+    assert {"fd00:10:96::99_9000", "0.0.0.0_80"} <= set(resources.listeners)
+    assert "0.0.0.0_9000" not in resources.listeners
+    assert "[fd00:10:96::99]" not in hosts_of(resources, "80")[f"server.b{S}:80"]
 
 
 def test_cidr_entry_matches_on_the_wildcard_listener() -> None:
@@ -310,6 +337,22 @@ def test_no_listener_on_the_proxys_own_ports() -> None:
     ports = "[{name: http-a, port: 15001}, {name: http-b, port: 15006}, {name: http-c, port: 15021}, {name: http-d, port: 15090}]"
     resources = of(CLIENT, SERVER, server(ports))
     assert set(resources.listeners) == {"virtualOutbound", "virtualInbound"}
+    # nor has the pod that serves them a chain for them
+    found = of(CLIENT, SERVER, server(ports), pod_name="server.b").listeners["virtualInbound"].filter_chains
+    assert {c.filter_chain_match.destination_port.value for c in found} == {0, 15006}
+
+
+def test_ingress_on_the_proxys_own_ports() -> None:
+    text = istio(
+        "Sidecar",
+        "s",
+        "b",
+        "ingress:\n- {port: {number: 15021, protocol: HTTP, name: a}}\n- {port: {number: 15090, protocol: TCP, name: b}}\n"
+        "- {port: {number: 9999, protocol: TCP, name: c}}",
+    )
+    found = of(CLIENT, SERVER, text, pod_name="server.b").listeners["virtualInbound"].filter_chains
+    # only HTTP without a bind is thought to be on the wildcard
+    assert {c.filter_chain_match.destination_port.value for c in found} == {0, 15006, 15090, 9999}
 
 
 def test_interception_none_has_real_sockets_only() -> None:
