@@ -504,10 +504,12 @@ class _Builder:
         filters = []
         if not self.config.HasField("stats_compression") or self.config.stats_compression.value:
             filters = [_compressor(kind) for kind in ("brotli", "zstd", "gzip")]
+        # Metadata leaves out a port of 0, for which the kernel chooses one.
+        stats_port = self.meta.get("ENVOY_PROMETHEUS_PORT", 0)
         stats = _listener(
-            f"{stats_host}_{self.meta['ENVOY_PROMETHEUS_PORT']}",
+            f"{stats_host}_{stats_port}",
             stats_host,
-            self.meta["ENVOY_PROMETHEUS_PORT"],
+            stats_port,
             _hcm("stats", [("/stats/prometheus", "prometheus_stats")], filters),
         )
         listeners = [stats]
@@ -531,7 +533,7 @@ class _Builder:
                 chain["filter_chain_match"] = {"transport_protocol": "tls"}
                 chain["transport_socket"] = _downstream_mtls()
                 listeners.append(listener)
-        status_port = self.meta["ENVOY_STATUS_PORT"]
+        status_port = self.meta.get("ENVOY_STATUS_PORT", 0)
         status = _listener(
             f"{self.family.wildcard}_{status_port}",
             self.family.wildcard,

@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from agent.duration import parse_duration
 
@@ -32,6 +32,18 @@ def parse_bool(text: str) -> bool:
     if text in _FALSE:
         return False
     raise ValueError(f'invalid boolean "{text}"')
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def well_formed(value: Any) -> Any:
+    """`value` (as JSON has them) with U+FFFD for what is no UTF-8 in its texts, as Go writes JSON."""
+    if isinstance(value, str):
+        return _SURROGATE.sub("\ufffd", value)
+    if isinstance(value, dict):
+        return {well_formed(key): well_formed(member) for key, member in value.items()}
+    return [well_formed(member) for member in value] if isinstance(value, list) else value
 
 
 def parse_int(text: str) -> int:

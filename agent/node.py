@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent import __version__
-from agent.environment import Environment, parse_bool
+from agent.environment import Environment, parse_bool, well_formed
 from agent.errors import AgentError
 
 log = logging.getLogger("default")
@@ -269,7 +269,8 @@ def build_node(environment: Environment, options: NodeOptions) -> Node:
     metadata["METADATA_DISCOVERY"] = "true" if typed["METADATA_DISCOVERY"] else "false"
     for key, value in raw.items():
         metadata.setdefault(key, value)
-    return Node(options.id, dict(sorted(metadata.items())), locality)
+    # Envoy refuses a bootstrap with half a surrogate in it.
+    return Node(well_formed(options.id), well_formed(dict(sorted(metadata.items()))), locality)
 
 
 def _compute(typed: dict[str, Any], environment: Environment, options: NodeOptions) -> None:

@@ -9,6 +9,7 @@ pkg/config/validation/agent/validation.go.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import json
 import logging
@@ -21,7 +22,7 @@ from google.protobuf import json_format
 
 from agent import paths
 from agent.duration import parse_duration
-from agent.environment import parse_int
+from agent.environment import parse_int, well_formed
 from agent.errors import AgentError
 from agent.protos import proxy_config_pb2 as pb
 
@@ -73,14 +74,45 @@ def parse_yaml(text: str) -> dict[str, Any]:
     return data
 
 
-def _load_yaml(text: str) -> Any:
+# What a plain scalar may be besides text, a boolean or null: PyYAML also knows dates and numbers to the base of 60.
+_INTEGER = re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0o?[0-7_]+|0|[1-9][0-9_]*)$")
+_FLOAT = re.compile(
+    r"(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+_YAML_TAG = "tag:yaml.org,2002:"
+
+
+@functools.cache
+def _yaml_loader() -> Any:
+    """A safe loader that reads scalars as Istio's does (go-yaml 2 below sigs.k8s.io/yaml)."""
     import yaml
 
     # libyaml is some ten times faster; PyYAML may have been built without it.
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    changed = {"int": _INTEGER, "float": _FLOAT}
+    resolvers = {
+        first: [
+            (tag, changed.get(tag.removeprefix(_YAML_TAG), pattern))
+            for tag, pattern in pairs
+            if tag != f"{_YAML_TAG}timestamp"
+        ]
+        for first, pairs in base.yaml_implicit_resolvers.items()
+    }
+    return type("Loader", (base,), {"yaml_implicit_resolvers": resolvers})
+
+
+def _load_yaml(text: str) -> Any:
+    import yaml
+
     try:
-        return yaml.load(text, Loader=loader)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError as error:
+        loader = _yaml_loader()(text)
+        try:
+            # The first document alone, as Istio does.
+            return loader.get_data()
+        finally:
+            loader.dispose()
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(" ".join(str(error).split())) from None
 
 
@@ -160,7 +192,7 @@ def _normalised_value(field: Any, item: Any) -> Any:
         inner = nested.fields_by_name["value"]
         if not isinstance(item, Mapping):
             return item
-        return {str(key): _normalised_value(inner, member) for key, member in item.items() if member is not None}
+        return {_key(key): _normalised_value(inner, member) for key, member in item.items() if member is not None}
     if nested.full_name.startswith("google.protobuf."):
         return item
     if field.is_repeated:
@@ -170,6 +202,11 @@ def _normalised_value(field: Any, item: Any) -> Any:
             else item
         )
     return _normalised(nested, item) if isinstance(item, Mapping) else item
+
+
+def _key(key: Any) -> str:
+    # YAML reads "on" and the like as a boolean, which JSON's keys spell so.
+    return str(key).lower() if isinstance(key, bool) else str(key)
 
 
 def _protobuf_duration(item: Any) -> Any:
@@ -259,6 +296,7 @@ def _default_config(mesh: dict[str, Any]) -> Mapping[str, Any]:
 def _apply_layer(
     name: str, text: str, base: pb.ProxyConfig, select: Callable[[dict[str, Any]], Mapping[str, Any]]
 ) -> pb.ProxyConfig:
+    text = well_formed(text)
     log.info("Apply proxy config from %s %s", name, " ".join(text.split()))
     try:
         return merge(base, select(parse_yaml(text)))

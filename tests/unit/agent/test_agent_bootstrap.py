@@ -413,6 +413,8 @@ FULL: Json = {
         pytest.param({"addresses": ("10.0.0.1", "fd00::1"), "dual_stack": True}, id="dual"),
         pytest.param(FULL, id="everything"),
         pytest.param({"config": {"tracing": {"datadog": {"address": "d.local:8126"}}}}, id="datadog"),
+        pytest.param({"annotations": {"a": "x\udcff"}, "env": {"ISTIO_META_B": "\udcff"}}, id="no UTF-8"),
+        pytest.param({"node": {"envoy_status_port": 0, "envoy_prometheus_port": 0}}, id="any port"),
     ],
 )
 def test_a_stock_envoy_accepts_it(arguments: Json, tmp_path: Path) -> None:

@@ -230,3 +230,47 @@ def test_a_mesh_file_that_is_no_configuration_is_fatal(text: str) -> None:
 def test_status_port_zero_in_proxy_config_is_rejected_but_not_in_the_annotation() -> None:
     with pytest.raises(AgentError, match="invalid status port"):
         construct(None, "", {"proxy.istio.io/config": "statusPort: 0"})
+
+
+@pytest.mark.parametrize(
+    ("scalar", "expected"),
+    [
+        ("2026-01-01", "2026-01-01"),
+        ("2026-01-01T10:00:00Z", "2026-01-01T10:00:00Z"),
+        ("12:30:45", "12:30:45"),
+        ("1:30", "1:30"),
+        ("190:20:30.15", "190:20:30.15"),
+        ("10.96.0.10", "10.96.0.10"),
+        ("1.2.3", "1.2.3"),
+    ],
+)
+def test_plain_yaml_scalars_that_go_reads_as_text(scalar: str, expected: str) -> None:
+    assert construct(None, f"proxyMetadata: {{A: {scalar}}}", {}).proxy_metadata["A"] == expected
+
+
+@pytest.mark.parametrize(
+    ("scalar", "expected"), [("017", 15), ("0o17", 15), ("0x1F", 31), ("0b101", 5), ("1_0", 10), ("-1", -1), ("+4", 4)]
+)
+def test_integers_as_go_reads_them_in_yaml(scalar: str, expected: int) -> None:
+    assert construct(None, f"concurrency: {scalar}", {}).concurrency.value == expected
+
+
+@pytest.mark.parametrize("scalar", ["12.5", "+12.5", "1.25e+1", "1_2.5"])
+def test_floats_in_yaml(scalar: str) -> None:
+    layer = f"tracing: {{sampling: {scalar}, zipkin: {{address: 'z:1'}}}}"
+    assert construct(None, layer, {}).tracing.sampling == 12.5
+
+
+def test_yaml_keys_are_text() -> None:
+    config = construct(None, "proxyMetadata: {on: a, 2: b, 2026-01-01: c}", {})
+    assert dict(config.proxy_metadata) == {"true": "a", "2": "b", "2026-01-01": "c"}
+
+
+def test_the_first_yaml_document_counts() -> None:
+    assert construct(None, "---\nconcurrency: 2\n---\nconcurrency: 3\n", {}).concurrency.value == 2
+    assert construct(None, "---\n# nothing\n", {}) == proxy_config.defaults()
+
+
+def test_bytes_that_are_no_utf_8_become_the_replacement_character() -> None:
+    config = construct(None, "proxyMetadata: {A: 'x\udcffy'}", {})
+    assert config.proxy_metadata["A"] == "x\ufffdy"
