@@ -180,6 +180,9 @@ def _compressed(query: Query, target: bytes | None, records: Sequence[bytes], fl
         owner = struct.pack("!H", 0xC000 | 12 + len(body))
         body += target
         count = 1
+        if 12 + len(body) > size:
+            # Records go from the end, and the alias is the last that is left.
+            return LocalAnswer(_header(flags | _TC, 0) + query.question)
     pointer = owner if len(owner) == 2 else struct.pack("!H", 0xC000 | 12 + len(body))
     room = size - 12 - len(body) - len(owner) - len(records[0])
     keep = min(len(records), 1 + room // (len(pointer) + len(records[0]))) if room >= 0 else 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import logging
 import os
@@ -31,6 +32,7 @@ from agent.dns.message import (
 )
 from agent.dns.resolv_conf import ResolvConf, parse_resolv_conf
 from agent.dns.table import LookupTable, ProxyNames, build_in_steps
+from agent.environment import parse_int
 from agent.errors import AgentError
 from agent.metrics import Metrics
 from agent.protos import nds_pb2
@@ -39,6 +41,7 @@ from agent.proxy_config import split_host_port
 log = logging.getLogger("dns")
 
 DEFAULT_ADDRESS = "localhost:15053"
+ANY_IPV6 = "::"
 CACHE_LIMIT = 32768
 # Datagrams per turn of the event loop: enough to spread its cost, few enough not to starve the rest of the agent.
 BATCH = 64
@@ -71,14 +74,20 @@ class DNSOptions:
 def listen_addresses(address: str, servers: Sequence[str]) -> list[Address]:
     """Where to listen; ``localhost`` becomes the loopback of each family that resolv.conf names a server of.
 
+    No host, or ``::``, means every address of both families, as for Go.
+
     Raises:
         AgentError: not ``host:port``.
     """
     try:
         host, port_text = split_host_port(address)
-        port = int(port_text)
+        port = parse_int(port_text)
+        if not 0 <= port <= 65535:
+            raise ValueError
     except ValueError:
         raise AgentError("dns address must be a valid host:port", address) from None
+    if host in ("", ANY_IPV6):
+        return [("0.0.0.0", port), (ANY_IPV6, port)]
     if host != "localhost":
         return [(host, port)]
     versions = {ipaddress.ip_address(server).version for server in servers if _is_address(server)}
@@ -171,6 +180,8 @@ class DNSServer:
             try:
                 await self._listen(host, port)
             except OSError as error:
+                if host == ANY_IPV6 and error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+                    continue  # a machine without IPv6
                 raise AgentError(f"failed to listen on DNS address {host}:{port}", error.strerror or error) from None
 
     async def _listen(self, host: str, port: int) -> None:
@@ -179,6 +190,9 @@ class DNSServer:
         udp = socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._sockets.append(udp)
         udp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+        if family is socket.AF_INET6:
+            # Beside 0.0.0.0; asyncio does so for TCP.
+            udp.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         udp.bind(address)
         loop.add_reader(udp.fileno(), self._readable, udp)
         log.info("Starting local udp DNS server on %s:%d", host, port)
@@ -248,9 +262,9 @@ class DNSServer:
         if query.verdict is Verdict.NO_QUESTION:
             return error_reply(data, query, SERVFAIL)
         if self._table is None:
-            return None if self._answer_before_table else error_reply(data, query, SERVFAIL)
-        answer = local_answer(query, self._table, size)
-        if answer is not None:
+            if not self._answer_before_table:
+                return error_reply(data, query, SERVFAIL)
+        elif (answer := local_answer(query, self._table, size)) is not None:
             if query.plain and size == query.udp_size:
                 if len(self._cache) >= CACHE_LIMIT:
                     self._cache = {}

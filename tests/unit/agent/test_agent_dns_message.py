@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
+from collections.abc import Callable
 
 import dns.flags
 import dns.message
@@ -294,3 +295,18 @@ def test_every_answer_fits_and_parses(count: int, size: int, upper: bool) -> Non
     found = addresses(message)
     assert bool(message.flags & dns.flags.TC) == (len(found) < count)
     assert found
+
+
+@pytest.mark.parametrize("change", [str.lower, str.upper])
+def test_an_alias_that_does_not_fit_is_left_out_too(change: Callable[[str], str]) -> None:
+    # 237 bytes of name and 24 of search domain: with an upper-case question nothing can be pointed to.
+    host = ".".join(("a" * 63, "b" * 63, "c" * 63, "d" * 38))
+    table = nds_pb2.NameTable()
+    table.table[host].ips.append("10.0.0.1")
+    built = build_table(table, ProxyNames("ns1", "ns1.svc.cluster.local", ("svc.example",)))
+    query = dns.message.make_query(change(f"{host}.svc.example"), "A")
+    reply, message = answer(query.to_wire(), built)
+    assert len(reply) <= 512
+    assert message.flags & dns.flags.TC
+    whole, _ = answer(query.to_wire(), built, 65535)
+    assert addresses(dns.message.from_wire(whole)) == ["10.0.0.1"]

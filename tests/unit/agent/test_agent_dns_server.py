@@ -406,6 +406,19 @@ def test_a_query_that_comes_back_is_refused(tmp_path: Path) -> None:
     run(job)
 
 
+def test_before_the_table_a_query_that_comes_back_is_refused_too(tmp_path: Path) -> None:
+    async def job() -> None:
+        async with Served(tmp_path, []) as served:
+            served.server._answer_before_table = True  # as root on port 53
+            served.server._forwarder = Forwarder([("127.0.0.1", served.port)], DEADLINE, False, served.metrics)
+            for ask in (served.ask, served.ask_tcp):
+                assert (await ask(question())).rcode() == dns.rcode.REFUSED
+            # Once each: the second time it is seen to have come from here.
+            assert served.metrics.dns_upstream_requests_total.value == 2
+
+    run(job)
+
+
 def test_malformed_packets_are_dropped_and_counted(tmp_path: Path) -> None:
     async def job() -> None:
         async with Served(tmp_path, []) as served:
@@ -448,15 +461,36 @@ def test_no_question_is_servfail(tmp_path: Path) -> None:
         ("localhost:15053", [], [("localhost", 15053)]),
         ("0.0.0.0:15053", ["10.96.0.10"], [("0.0.0.0", 15053)]),
         ("[::1]:53", [], [("::1", 53)]),
+        (":15053", ["10.96.0.10"], [("0.0.0.0", 15053), ("::", 15053)]),
+        ("[::]:15053", ["10.96.0.10"], [("0.0.0.0", 15053), ("::", 15053)]),
     ],
 )
 def test_listen_addresses(address: str, servers: list[str], expected: list[tuple[str, int]]) -> None:
     assert listen_addresses(address, servers) == expected
 
 
-def test_an_address_that_is_none_is_fatal() -> None:
+@pytest.mark.parametrize("address", ["localhost", "localhost:99999", "127.0.0.1:-1", "127.0.0.1:5_3", "127.0.0.1:"])
+def test_an_address_that_is_none_is_fatal(address: str) -> None:
     with pytest.raises(AgentError, match="dns address must be a valid host:port"):
-        listen_addresses("localhost", [])
+        listen_addresses(address, [])
+
+
+def test_without_a_host_both_families_are_served(tmp_path: Path) -> None:
+    async def job() -> None:
+        served = Served(tmp_path, [])
+        served.server.addresses = listen_addresses(f":{served.port}", [])
+        async with served:
+            await served.server.update(name_table())
+            assert (await served.ask(question(HOST))).answer
+            with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sock:
+                sock.connect(("::1", served.port))
+                sock.send(question(HOST).to_wire())
+                assert dns.message.from_wire(await asyncio.get_running_loop().sock_recv(sock, 65535)).answer
+            for host in ("127.0.0.1", "::1"):
+                _, writer = await asyncio.open_connection(host, served.port)
+                writer.close()
+
+    run(job)
 
 
 def test_port_53_needs_root(tmp_path: Path) -> None:
