@@ -27,6 +27,9 @@ COMMANDS = {
 }
 
 
+VERSION_FLAGS = (Flag("short", False, "Only the version; -s"), Flag("output", "", "yaml or json; -o"))
+
+
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> int:
     """Runs one command; may be called in a forked child that has a single thread.
 
@@ -62,19 +65,41 @@ def _dispatch(arguments: list[str], environment: Mapping[str, str]) -> int:
     command, rest = arguments[index], arguments[:index] + arguments[index + 1 :]
     if command in ("istio-iptables", "istio-clean-iptables"):
         return _init(command, rest)
+    if command == "help":
+        _print(sys.stdout, _help())
+        return 0
     if command not in COMMANDS:
         raise UsageError(f'unknown command "{command}" for "pilot-agent"')
     if command == "proxy":
         return _proxy(rest, environment)
     if command == "request":
-        from agent.request import request
+        from agent import request
 
-        return request(rest)
+        return _usage("request METHOD PATH [BODY]", request.FLAGS) if _asks_help(rest) else request.request(rest)
     if command == "wait":
-        from agent.wait import wait
+        from agent import wait
 
-        return wait(rest)
-    return _version(rest)
+        return _usage("wait", wait.FLAGS) if _asks_help(rest) else wait.wait(rest)
+    return _usage("version", VERSION_FLAGS) if _asks_help(rest) else _version(rest)
+
+
+def _asks_help(arguments: Sequence[str]) -> bool:
+    return "--help" in arguments or "-h" in arguments
+
+
+def _usage(line: str, flags: Sequence[Flag]) -> int:
+    _print(sys.stdout, f"Usage: python -m agent {line} [flags]\n\n{usage(flags)}")
+    return 0
+
+
+def _long(item: str) -> str:
+    """``-s`` and ``-o``, ``-ojson``, ``-o=json`` as their long forms."""
+    if item == "-s":
+        return "--short"
+    if not item.startswith("-o"):
+        return item
+    value = item.removeprefix("-o").removeprefix("=")
+    return f"--output={value}" if value else "--output"
 
 
 def _help() -> str:
@@ -92,9 +117,8 @@ def _proxy(rest: Sequence[str], environment: Mapping[str, str]) -> int:
     from agent import options
     from agent.proxy_config import to_dict
 
-    if "--help" in rest or "-h" in rest:
-        _print(sys.stdout, f"Usage: python -m agent proxy [TYPE] [flags]\n\n{usage(options.PROXY_FLAGS)}")
-        return 0
+    if _asks_help(rest):
+        return _usage("proxy [TYPE]", options.PROXY_FLAGS)
     parsed = parse(rest, options.PROXY_FLAGS, ignore_unknown=True)
     dry = parsed.boolean("dry-run")
     configure(_log_options(parsed, dry))
@@ -126,8 +150,7 @@ def _log_options(parsed: Parsed, dry: bool) -> LogOptions:
 
 
 def _version(rest: Sequence[str]) -> int:
-    flags = (Flag("short", False, "Only the version"), Flag("output", "", "yaml or json"))
-    parsed = parse(["--output" if item == "-o" else item for item in rest], flags, ignore_unknown=False)
+    parsed = parse([_long(item) for item in rest], VERSION_FLAGS, ignore_unknown=False)
     output = parsed.string("output")
     if output not in ("", "json", "yaml"):
         raise UsageError("--output must be 'yaml' or 'json'")

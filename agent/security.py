@@ -15,6 +15,7 @@ from agent.csr import KeyOptions, spiffe_id
 from agent.errors import AgentError
 from agent.options import ProxyOptions
 from agent.protos import proxy_config_pb2 as pb
+from agent.proxy_config import split_host_port
 
 log = logging.getLogger("default")
 
@@ -157,6 +158,11 @@ def resolve(options: ProxyOptions, *, serve_only_files: bool) -> SecurityOptions
     plaintext = ca_address.endswith(PLAINTEXT_PORT) or (
         not env.string("CA_ADDR") and config.control_plane_auth_policy == pb.NONE
     )
+    if not no_ca and not plaintext:
+        try:
+            split_host_port(ca_address)
+        except ValueError as error:
+            raise AgentError("invalid CA address", error) from None
     ttl = env.seconds("SECRET_TTL", 86400.0)
     return SecurityOptions(
         identity=spiffe_id(

@@ -5,6 +5,7 @@ Source: istio/istio: pilot/cmd/pilot-agent/app/wait.go.
 
 from __future__ import annotations
 
+import http.client
 import time
 import urllib.error
 import urllib.request
@@ -29,12 +30,15 @@ def wait(arguments: Sequence[str]) -> int:
     """
     parsed = parse(arguments, FLAGS, ignore_unknown=False)
     deadline = time.monotonic() + parsed.integer("timeoutSeconds")
+    # For Go no time, or less, is no limit here (but that of the whole) and no pause there.
+    milliseconds = parsed.integer("requestTimeoutMillis")
+    limit = milliseconds / 1000 if milliseconds > 0 else max(1.0, parsed.integer("timeoutSeconds"))
+    pause = max(0, parsed.integer("periodMillis")) / 1000
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while True:
-        problem = _attempt(opener, parsed.string("url"), parsed.integer("requestTimeoutMillis") / 1000)
+        problem = _attempt(opener, parsed.string("url"), limit)
         if not problem:
             return 0
-        pause = parsed.integer("periodMillis") / 1000
         if time.monotonic() + pause >= deadline:
             raise AgentError(f"timeout waiting for Envoy proxy to become ready. Last error: {problem}")
         time.sleep(pause)
@@ -46,5 +50,5 @@ def _attempt(opener: urllib.request.OpenerDirector, url: str, timeout: float) ->
             return "" if response.status == 200 else f"HTTP status code {response.status}"
     except urllib.error.HTTPError as error:
         return f"HTTP status code {error.code}"
-    except (OSError, ValueError) as error:
-        return str(error)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return str(getattr(error, "reason", "") or error) or type(error).__name__

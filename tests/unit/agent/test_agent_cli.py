@@ -109,6 +109,7 @@ def test_errors_are_one_line_and_status_255(
         ({"FILE_MOUNTED_CERTS": "true", "PROV_CERT": "/x"}, "PROV_CERT and FILE_MOUNTED_CERTS are mutually exclusive"),
         ({"ECC_SIGNATURE_ALGORITHM": "DSA"}, "invalid ECC_SIGNATURE_ALGORITHM"),
         ({"WORKLOAD_RSA_KEY_SIZE": "1024", "CA_ADDR": "c:15010"}, "requested key size 1024"),
+        ({"CA_ADDR": "garbage"}, 'invalid CA address: unable to split "garbage"'),
         ({}, "root CA file for CA does not exist: ./var/run/secrets/istio/root-cert.pem"),
         ({"PILOT_CERT_PROVIDER": "none"}, "root CA file for CA required but configured provider as none"),
         ({"PILOT_CERT_PROVIDER": "custom"}, "root CA file for CA does not exist: ./etc/certs/root-cert.pem"),
@@ -291,6 +292,24 @@ def test_version(tmp_path: Path) -> None:
 def test_help(tmp_path: Path) -> None:
     assert "istio-clean-iptables" in agent(cwd=tmp_path).stdout
     assert "--proxyLogLevel" in agent("proxy", "--help", cwd=tmp_path).stdout
+    assert "istio-clean-iptables" in agent("help", cwd=tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"), [("request", "--debug-port"), ("wait", "--timeoutSeconds"), ("version", "--short")]
+)
+@pytest.mark.parametrize("asked", ["--help", "-h"])
+def test_help_of_a_command(command: str, flag: str, asked: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, asked], {}) == 0
+    assert flag in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["-o", "json"], ["-ojson"], ["-o=json"], ["--output=json"]])
+def test_short_flags_of_version(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["version", *arguments], {}) == 0
+    assert json.loads(capsys.readouterr().out)["clientVersion"]["version"] == "0.1.0"
+    assert cli.main(["version", "-s"], {}) == 0
+    assert capsys.readouterr().out == "0.1.0\n"
 
 
 @pytest.mark.parametrize(
@@ -349,6 +368,10 @@ def test_request_prints_the_body_only(
     assert request.request([port, "GET", "/missing"]) == 0
     assert request.request([port, "POST", "/x", "body"]) == 0
     assert capfdbinary.readouterr().out == b"GET /statsGET /missingPOST body"
+    # What is no ASCII goes as UTF-8, percent-encoded in the path; what is encoded already stays.
+    assert request.request([port, "POST", "/x", "\u20ac\udcff"]) == 0
+    assert request.request([port, "GET", "/\u00fc%20 ?a=%7Cb|c"]) == 0
+    assert capfdbinary.readouterr().out == b"POST \xe2\x82\xac\xffGET /%C3%BC%20%20?a=%7Cb|c"
     with pytest.raises(AgentError, match="received unsuccessful status code 500"):
         request.request([port, "GET", "/broken"])
 
@@ -363,6 +386,27 @@ def test_wait_gives_up(admin: int) -> None:
         AgentError, match=r"timeout waiting for Envoy proxy to become ready\. Last error: HTTP status code 500"
     ):
         wait.wait([f"--url=http://127.0.0.1:{admin}/broken", "--periodMillis=10", "--timeoutSeconds=0"])
+
+
+def test_what_wait_is_told_by_something_that_is_no_http_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def talk() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"SSH-2.0-nonsense\r\n")
+
+        thread = threading.Thread(target=talk)
+        thread.start()
+        with pytest.raises(AgentError, match=r"Last error: SSH-2\.0-nonsense"):
+            wait.wait([f"--url=http://127.0.0.1:{server.getsockname()[1]}/", "--timeoutSeconds=0"])
+        thread.join()
+
+
+def test_times_that_are_none(admin: int) -> None:
+    url = f"--url=http://127.0.0.1:{admin}/flaky"
+    assert wait.wait([url, "--periodMillis=-1", "--requestTimeoutMillis=0"]) == 0
 
 
 def test_levels() -> None:
