@@ -41,9 +41,9 @@ class DebugPort:
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind((self._localhost, port))
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             sock.close()
-            log.error("Error listening on debug port %d: %s", port, error.strerror)
+            log.error("Error listening on debug port %d: %s", port, getattr(error, "strerror", None) or error)
             return
         await self._server.start(sock)
         log.info("starting Http debug server at %s:%d", self._localhost, port)

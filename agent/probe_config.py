@@ -54,6 +54,9 @@ def _prober(path: str, raw: Any) -> Prober:
     port = action.get("port") if isinstance(action, dict) else None
     if isinstance(port, bool) or not isinstance(port, int):
         raise AgentError(f"invalid prober config for {path}", "the port must be int type")
+    timeout = raw.get("timeoutSeconds") or 0
+    if isinstance(timeout, bool) or not isinstance(timeout, int):
+        raise AgentError(f"invalid prober config for {path}", "timeoutSeconds must be int type")
     target = str(action.get("path") or "/")
     return Prober(
         kind=kinds[0],
@@ -61,5 +64,5 @@ def _prober(path: str, raw: Any) -> Prober:
         path=target if target.startswith("/") else f"/{target}",
         https=str(action.get("scheme", "")) == "HTTPS",
         service=str(action.get("service") or ""),
-        timeout=int(raw.get("timeoutSeconds") or 0),
+        timeout=timeout,
     )

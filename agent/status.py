@@ -59,7 +59,7 @@ def _bound(family: socket.AddressFamily, host: str, port: int) -> socket.socket:
         if family is socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         sock.bind((host, port))
-    except OSError:
+    except (OSError, OverflowError):
         sock.close()
         raise
     return sock
@@ -101,8 +101,8 @@ class StatusServer:
         """Listens; a port that cannot be bound is only logged."""
         try:
             sock = listen_socket(port)
-        except OSError as error:
-            log.error("Error listening on status port: %s", error.strerror)
+        except (OSError, OverflowError) as error:
+            log.error("Error listening on status port: %s", getattr(error, "strerror", None) or error)
             return
         await self._server.start(sock)
         log.info("Opening status port %d", port)

@@ -89,8 +89,15 @@ def discovery(options: ProxyOptions) -> Upstream:
 
 
 def server_name(address: str) -> str:
-    """The name that the server's certificate must carry."""
-    host, _ = split_host_port(address)
+    """The name that the server's certificate must carry.
+
+    Raises:
+        AgentError: not ``host:port``.
+    """
+    try:
+        host, _ = split_host_port(address)
+    except ValueError as error:
+        raise AgentError("invalid control plane address", error) from None
     return "istiod.istio-system.svc" if "localhost" in host else host
 
 

@@ -40,6 +40,7 @@ DEBUG_PREFIX = "istio.io/debug"
 
 INTERNAL = 13
 SLOW_SEND_SECONDS = 10.0
+INT_MAX = (1 << 31) - 1  # of gRPC's options
 
 
 @dataclass(frozen=True)
@@ -498,8 +499,8 @@ def server_options(
 ) -> list[tuple[str, Any]]:
     """gRPC options of the agent's servers; `interval` and `timeout` are keepalive seconds."""
     return [
-        ("grpc.max_concurrent_streams", environment_streams),
-        ("grpc.max_receive_message_length", receive_limit),
+        ("grpc.max_concurrent_streams", min(environment_streams, INT_MAX)),
+        ("grpc.max_receive_message_length", min(receive_limit, INT_MAX)),
         ("grpc.keepalive_time_ms", int(interval * 1000)),
         ("grpc.keepalive_timeout_ms", int(timeout * 1000)),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 15000),
@@ -512,7 +513,7 @@ def channel_options(interval: float, timeout: float) -> list[tuple[str, Any]]:
     return [
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_http_proxy", 0),
-        ("grpc.max_receive_message_length", 2147483647),
+        ("grpc.max_receive_message_length", INT_MAX),
         ("grpc.keepalive_time_ms", int(interval * 1000)),
         ("grpc.keepalive_timeout_ms", int(timeout * 1000)),
         ("grpc.http2.lookahead_bytes", 1024 * 1024),

@@ -451,6 +451,8 @@ def test_prober_configuration() -> None:
         ("/app-health/a/livez", {}),
         ("/app-health/a/livez", {"tcpSocket": {"port": 1}, "httpGet": {"port": 1}}),
         ("/app-health/a/livez", {"httpGet": {"port": "http"}}),
+        ("/app-health/a/livez", {"httpGet": {"port": 1}, "timeoutSeconds": "soon"}),
+        ("/app-health/a/livez", {"httpGet": {"port": 1}, "timeoutSeconds": 1.5}),
     ],
 )
 def test_probers_that_are_fatal(path: str, prober: dict[str, Any]) -> None:
@@ -747,6 +749,16 @@ def test_a_status_port_in_use_is_only_logged(caplog: pytest.LogCaptureFixture) -
 
     run(job)
     assert "Error listening on status port: Address already in use" in caplog.text
+
+
+def test_a_status_port_that_is_none_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def job() -> None:
+        server = StatusServer.__new__(StatusServer)
+        server._server = Server(_unused)
+        await server.start(99999)
+
+    run(job)
+    assert "Error listening on status port: bind(): port must be 0-65535" in caplog.text
 
 
 async def _unused(_: Request) -> Response:

@@ -225,3 +225,8 @@ def test_a_missing_root_is_fatal(env: dict[str, str], message: str) -> None:
 )
 def test_server_names(address: str, name: str) -> None:
     assert upstream.server_name(address) == name
+
+
+def test_a_discovery_address_that_is_none_is_one_line() -> None:
+    with pytest.raises(AgentError, match='invalid control plane address: unable to split "garbage"'):
+        upstream.server_name("garbage")

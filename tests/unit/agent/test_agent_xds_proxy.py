@@ -653,3 +653,14 @@ def test_type_names() -> None:
 )
 def test_expected_ends(code: grpc.StatusCode, details: str, expected: bool) -> None:
     assert is_expected_end(code, details) is expected
+
+
+def test_limits_beyond_what_grpc_takes_are_no_limits() -> None:
+    options = dict(server_options(1 << 40, 1 << 40, 30.0, 10.0))
+    assert options["grpc.max_concurrent_streams"] == options["grpc.max_receive_message_length"] == (1 << 31) - 1
+
+
+def test_a_debug_port_that_is_none_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
+    port = DebugPort(XdsProxy.__new__(XdsProxy), "127.0.0.1")
+    asyncio.run(port.start(99999))
+    assert "Error listening on debug port 99999: bind(): port must be 0-65535" in caplog.text
