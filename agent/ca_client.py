@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 import grpc
 import grpc.aio
 
-from agent.files import read_file
+from agent.errors import AgentError
 from agent.metrics import Metrics
 from agent.protos import ca_pb2
 from agent.security import SecurityOptions
-from agent.upstream import read_root, server_name
+from agent.upstream import load_client_certificate, read_root, server_name
 from agent.xds_proxy import channel_options
 
 log = logging.getLogger("citadelclient")
@@ -55,7 +55,7 @@ class CAClient:
     def __init__(
         self,
         options: SecurityOptions,
-        metadata: Callable[[], Sequence[tuple[str, str]]],
+        metadata: Callable[[], Sequence[tuple[str, str | bytes]]],
         metrics: Metrics,
         keepalive: tuple[float, float],
     ) -> None:
@@ -81,11 +81,7 @@ class CAClient:
         directory = self._options.prov_cert
         if not directory:
             return None, None
-        try:
-            return read_file(os.path.join(directory, "key.pem")), read_file(os.path.join(directory, "cert-chain.pem"))
-        except OSError as error:
-            log.warning("no client certificate for the CA: %s", error)
-            return None, None
+        return load_client_certificate(os.path.join(directory, "key.pem"), os.path.join(directory, "cert-chain.pem"))
 
     async def close(self) -> None:
         if self._channel is not None:
@@ -124,7 +120,11 @@ class CAClient:
         pause = FIRST_PAUSE
         attempt = 1
         while True:
-            call = self._connect().unary_unary(
+            try:
+                channel = self._connect()
+            except AgentError as error:
+                raise CAError(f"cannot connect to the CA: {error}") from None
+            call = channel.unary_unary(
                 METHOD,
                 request_serializer=ca_pb2.IstioCertificateRequest.SerializeToString,
                 response_deserializer=ca_pb2.IstioCertificateResponse.FromString,

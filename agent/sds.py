@@ -90,6 +90,7 @@ class _Client:
     names: frozenset[str] | None = None
     nonce: str = ""
     pushes: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)  # gRPC takes one message at a time
 
 
 class SDSServer:
@@ -206,8 +207,9 @@ class SDSServer:
                 raise StreamEnded(grpc.StatusCode.UNKNOWN, f"failed to generate secret for {name}: {error}") from None
             response.resources.add().Pack(envoy_secret(name, secret, crl, self._provider))
         response.version_info = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}/{next(self._versions)}"
-        response.nonce = client.nonce = str(uuid.uuid4())
-        await context.write(response.SerializeToString())
+        async with client.writing:
+            response.nonce = client.nonce = str(uuid.uuid4())
+            await context.write(response.SerializeToString())
         log.info("SDS: PUSH resources=%s", ",".join(names))
 
 

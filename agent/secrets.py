@@ -37,6 +37,7 @@ SYSTEM_ROOT = "file-root:system"
 FILE_TIMEOUT_SECONDS = 10.0
 RETRY_FIRST = 0.5
 RETRY_LAST = 60.0
+NO_LIFE_SECONDS = 0.1
 
 _PEM = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----\r?\n?", re.DOTALL)
 T = TypeVar("T")
@@ -130,6 +131,7 @@ class SecretManager:
         self._watcher = FileWatcher()
         self._tasks: set[asyncio.Task[None]] = set()
         self._rotation: asyncio.Task[None] | None = None
+        self._pause = RETRY_FIRST  # before a certificate without any life left is renewed
         self._changed: Callable[[str], None] = lambda _: None
         self._watched: Callable[[], bool] = lambda: False
 
@@ -311,6 +313,11 @@ class SecretManager:
             time.time(),
             random.uniform(-1, 1),
         )
+        if delay > NO_LIFE_SECONDS:
+            self._pause = RETRY_FIRST
+        else:
+            # A CA with a wrong clock, or a ratio of 1: without a pause it would be asked without end.
+            delay, self._pause = self._pause, min(2 * self._pause, RETRY_LAST)
         log.info("generated new workload certificate ttl=%.0fs renewal in %.0fs", workload.expires - time.time(), delay)
         if self._rotation is not None and self._rotation is not asyncio.current_task():
             self._rotation.cancel()

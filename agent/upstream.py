@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Sequence
 
 import grpc
@@ -45,15 +46,29 @@ def read_token(path: str = paths.TOKEN) -> str:
         return ""
 
 
-def call_metadata(options: ProxyOptions, header_prefix: str) -> list[tuple[str, str]]:
-    """Metadata of one call: cluster, configured headers, token. The token file is read each time."""
+_HEADER_NAME = re.compile(r"[0-9a-z_.-]+")
+_HEADER_VALUE = re.compile(r"[ -~]*")
+
+
+def call_metadata(options: ProxyOptions, header_prefix: str) -> list[tuple[str, str | bytes]]:
+    """Metadata of one call: cluster, configured headers, token. The token file is read each time.
+
+    What gRPC does not carry is left out with a warning; a call with it would fail in a way that no retry mends.
+    """
     env = options.environment
     metadata = [("clusterid", env.string("ISTIO_META_CLUSTER_ID"))]
     metadata += [(key.lower(), value) for key, value in env.with_prefix(header_prefix).items()]
     token = read_token()
     if token:
         metadata.append(("authorization", f"Bearer {token}"))
-    return metadata
+    carried: list[tuple[str, str | bytes]] = []
+    for key, value in metadata:
+        binary = key.endswith("-bin")
+        if _HEADER_NAME.fullmatch(key) is None or not (binary or _HEADER_VALUE.fullmatch(value)):
+            log.warning("leaving out the header %r: its name or its value is none that gRPC carries", key)
+            continue
+        carried.append((key, value.encode("utf-8", "surrogateescape") if binary else value))
+    return carried
 
 
 def discovery(options: ProxyOptions) -> Upstream:
@@ -165,9 +180,25 @@ def client_certificate(options: ProxyOptions) -> tuple[bytes | None, bytes | Non
         )
     else:
         return None, None
+    return load_client_certificate(*paths_to_read)
+
+
+def load_client_certificate(key_path: str, chain_path: str) -> tuple[bytes | None, bytes | None]:
+    """Key and chain of a client certificate; nothing, with a warning, if it cannot be read or has expired.
+
+    Source: istio/istio: pilot/pkg/grpc/tls.go (getTLSDialOption).
+    """
+    import datetime
+
+    from cryptography import x509
+
     try:
-        key, chain = (read_file(path) for path in paths_to_read)
-    except OSError as error:
-        log.warning("no client certificate for discovery: %s", error)
+        key, chain = read_file(key_path), read_file(chain_path)
+        expires = x509.load_pem_x509_certificate(chain).not_valid_after_utc
+    except (OSError, ValueError) as error:
+        log.warning("no client certificate for the control plane, using the token: %s", " ".join(str(error).split()))
+        return None, None
+    if expires <= datetime.datetime.now(datetime.UTC):
+        log.warning("the client certificate %s has expired, using the token", chain_path)
         return None, None
     return key, chain

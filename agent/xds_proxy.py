@@ -125,7 +125,7 @@ class Upstream:
 
     address: str
     connect: Callable[[], grpc.aio.Channel]
-    metadata: Callable[[], Sequence[tuple[str, str]]]
+    metadata: Callable[[], Sequence[tuple[str, str | bytes]]]
 
 
 Handler = Callable[[bytes], Awaitable[None] | None]

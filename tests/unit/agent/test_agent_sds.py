@@ -178,6 +178,10 @@ def test_tls_to_the_ca(tmp_path: Path) -> None:
             ca = client(wrong)
             with pytest.raises(CAError, match="UNAVAILABLE"):
                 await ca.sign(generate_csr(IDENTITY, wrong.key)[1], 60)
+            # A root that is gone is a failure like another: whoever renews a certificate tries again.
+            root.unlink()
+            with pytest.raises(CAError, match="cannot connect to the CA: failed to find root CA cert"):
+                await ca.sign(generate_csr(IDENTITY, wrong.key)[1], 60)
             await ca.close()
 
     run(job)
@@ -323,6 +327,23 @@ def test_only_watching_streams_get_a_push(tmp_path: Path) -> None:
     run(job)
 
 
+def test_pushes_and_answers_at_once_share_a_stream(tmp_path: Path) -> None:
+    async def job() -> None:
+        async with Authority(Issuer()) as authority, SDSRig(tmp_path, options(authority)) as rig:
+            for number in range(50):
+                call, first = await rig.ask(DEFAULT)
+                more = discovery_pb2.DiscoveryRequest(type_url=SECRET_TYPE, response_nonce=first.nonce)
+                more.resource_names.extend([DEFAULT, ROOT, f"other-{number}"])
+                await call.write(more)
+                for _ in range(5):
+                    rig.server.push(DEFAULT)
+                for _ in range(5):
+                    assert await call.read() is not grpc.aio.EOF, await call.details()
+                call.cancel()
+
+    run(job)
+
+
 @pytest.mark.parametrize("method", ["FetchSecrets", "DeltaSecrets"])
 def test_other_methods_are_unimplemented(tmp_path: Path, method: str) -> None:
     async def job() -> None:
@@ -396,6 +417,21 @@ def test_a_certificate_that_nobody_watches_is_not_renewed(tmp_path: Path) -> Non
             assert len(authority.requests) == 1
             await rig.ask(DEFAULT)
             assert len(authority.requests) == 2
+
+    run(job)
+
+
+def test_certificates_that_have_expired_are_not_asked_for_without_a_pause(tmp_path: Path) -> None:
+    async def job() -> None:
+        async with Authority(Issuer(lifetime=-5)) as authority, SDSRig(tmp_path, options(authority)) as rig:
+            started = asyncio.get_running_loop().time()
+            await rig.ask(DEFAULT)
+            await authority.received(3)
+            # Half a second, then one.
+            assert asyncio.get_running_loop().time() - started >= 1.4
+            authority.issuer = Issuer()
+            await authority.received(4)
+            assert rig.secrets._rotation is not None
 
     run(job)
 

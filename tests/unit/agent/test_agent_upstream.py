@@ -230,3 +230,37 @@ def test_server_names(address: str, name: str) -> None:
 def test_a_discovery_address_that_is_none_is_one_line() -> None:
     with pytest.raises(AgentError, match='invalid control plane address: unable to split "garbage"'):
         upstream.server_name("garbage")
+
+
+def test_a_client_certificate_that_is_no_use_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    key, chain = tmp_path / "key.pem", tmp_path / "chain.pem"
+
+    def loaded(pair: tuple[bytes, bytes]) -> tuple[bytes | None, bytes | None]:
+        key.write_bytes(pair[0])
+        chain.write_bytes(pair[1])
+        return upstream.load_client_certificate(str(key), str(chain))
+
+    good = Issuer().pair("vm.example")
+    assert loaded(good) == good
+    assert loaded(Issuer(lifetime=-1).pair("vm.example")) == (None, None)
+    assert "has expired, using the token" in caplog.text
+    assert loaded((good[0], b"rubbish")) == (None, None)
+    assert "no client certificate for the control plane" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("env", "token", "expected"),
+    [
+        ({"XDS_HEADER_X_Y": "1"}, "t", [("clusterid", ""), ("x_y", "1"), ("authorization", "Bearer t")]),
+        ({"XDS_HEADER_A B": "1", "XDS_HEADER_": "2", "XDS_HEADER_:P": "3"}, "", [("clusterid", "")]),
+        ({"ISTIO_META_CLUSTER_ID": "\u00fc", "XDS_HEADER_C": "a\nb", "XDS_HEADER_D": "\udcff"}, "", []),
+        ({"XDS_HEADER_K-bin": "\u00fc"}, "", [("clusterid", ""), ("k-bin", b"\xc3\xbc")]),
+        ({}, "two\nlines", [("clusterid", "")]),
+    ],
+)
+def test_metadata_is_what_grpc_carries(
+    env: dict[str, str], token: str, expected: list[tuple[str, str | bytes]]
+) -> None:
+    Path("var/run/secrets/tokens").mkdir(parents=True)
+    Path("var/run/secrets/tokens/istio-token").write_text(token)
+    assert upstream.call_metadata(resolved(env), "XDS_HEADER_") == expected
