@@ -7,16 +7,18 @@ loaded with the first exchange.
 from __future__ import annotations
 
 import asyncio
-import gzip
+import contextlib
 import logging
 import os
+import re
 import socket
 import ssl
 import struct
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 if TYPE_CHECKING:
     import h11
@@ -29,6 +31,8 @@ READ_SIZE = 65536
 REQUEST_BODY_LIMIT = 1 << 20
 GZIP_MINIMUM = 1024
 IDLE_SECONDS = 60.0
+# Printable ASCII goes as it is; nothing is encoded twice.
+_IN_URLS = "".join(map(chr, range(33, 127)))
 _REASONS = {200: "OK", 400: "Bad Request", 403: "Forbidden", 404: "Not Found", 405: "Method Not Allowed"}
 # One second in TIME_WAIT instead of sixty, as Kubernetes' own probes.
 LINGER = struct.pack("ii", 1, 1)
@@ -56,11 +60,18 @@ class Request:
 
 @dataclass(frozen=True)
 class Response:
-    """An answer, sent or received."""
+    """An answer, sent or received.
+
+    Args:
+        stream: more of the body, sent as it comes.
+        close: called when it has been sent, or cannot be.
+    """
 
     status: int
     body: bytes = b""
     headers: Headers = field(default_factory=tuple)
+    stream: AsyncIterator[bytes] | None = None
+    close: Callable[[], Awaitable[None]] | None = None
 
     def header(self, name: str) -> str:
         return header(self.headers, name)
@@ -128,8 +139,7 @@ class Server:
             except Exception:
                 log.exception("failed to handle %s %s", request.method, request.path)
                 response = Response(500)
-            writer.write(_encode(connection, _compressed(request, response), request.method))
-            await writer.drain()
+            await _send(connection, writer, request, response)
             if connection.our_state is not h11.DONE or connection.their_state is not h11.DONE:
                 return
             connection.start_next_cycle()
@@ -157,16 +167,65 @@ async def _read_request(connection: h11.Connection, reader: asyncio.StreamReader
                 raise h11.RemoteProtocolError("request body too large", error_status_hint=413)
         if not isinstance(event, h11.EndOfMessage):
             return None
-    path, _, query = first.target.decode("latin-1").partition("?")
+    # A target may be a whole URL (RFC 9112, 3.2.2).
+    target = re.sub("^https?://[^/?]*", "", first.target.decode("latin-1"))
+    path, _, query = target.partition("?")
     headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in first.headers.raw_items()]
     return Request(first.method.decode("latin-1"), unquote(path), query, headers, peer, body)
 
 
-def _compressed(request: Request, response: Response) -> Response:
-    if len(response.body) < GZIP_MINIMUM or "gzip" not in request.header("accept-encoding"):
-        return response
-    headers = (*response.headers, ("Content-Encoding", "gzip"), ("Vary", "Accept-Encoding"))
-    return Response(response.status, gzip.compress(response.body, 5), headers)
+async def _send(connection: h11.Connection, writer: asyncio.StreamWriter, request: Request, response: Response) -> None:
+    try:
+        compressed = _accepts_gzip(request) and (response.stream is not None or len(response.body) >= GZIP_MINIMUM)
+        if response.stream is None and not compressed:
+            writer.write(_encode(connection, response, request.method))
+        else:
+            await _send_pieces(connection, writer, request, response, compressed)
+        await writer.drain()
+    finally:
+        if response.close is not None:
+            await response.close()
+
+
+async def _send_pieces(
+    connection: h11.Connection, writer: asyncio.StreamWriter, request: Request, response: Response, compressed: bool
+) -> None:
+    """A body of unknown length: chunked, or for HTTP/1.0 up to the end of the connection."""
+    import h11
+
+    headers = list(response.headers)
+    if compressed:
+        headers += [("Content-Encoding", "gzip"), ("Vary", "Accept-Encoding")]
+    reason = _REASONS.get(response.status, "").encode()
+    writer.write(connection.send(h11.Response(status_code=response.status, headers=headers, reason=reason)) or b"")
+    if request.method != "HEAD":
+        packer = zlib.compressobj(5, zlib.DEFLATED, zlib.MAX_WBITS | 16) if compressed else None
+        async for piece in _pieces(response):
+            data = piece if packer is None else packer.compress(piece)
+            if data:
+                writer.write(connection.send(h11.Data(data=data)) or b"")
+                await writer.drain()
+            # Compressing is work, and DNS questions may be waiting.
+            await asyncio.sleep(0)
+        if packer is not None:
+            writer.write(connection.send(h11.Data(data=packer.flush())) or b"")
+    writer.write(connection.send(h11.EndOfMessage()) or b"")
+
+
+async def _pieces(response: Response) -> AsyncIterator[bytes]:
+    for start in range(0, len(response.body), READ_SIZE):
+        yield response.body[start : start + READ_SIZE]
+    if response.stream is not None:
+        async for piece in response.stream:
+            yield piece
+
+
+def _accepts_gzip(request: Request) -> bool:
+    for item in request.header("accept-encoding").split(","):
+        coding, _, parameters = item.partition(";")
+        if coding.strip().lower() == "gzip":
+            return re.fullmatch(r"\s*q\s*=\s*0(\.0*)?\s*", parameters) is None
+    return False
 
 
 def _encode(connection: h11.Connection, response: Response, method: str) -> bytes:
@@ -213,7 +272,10 @@ async def connect(target: Target) -> socket.socket:
         OSError: no connection.
     """
     loop = asyncio.get_running_loop()
-    hosts = ["127.0.0.1", "::1"] if target.host == "localhost" else [target.host]
+    if not 0 < target.port <= 65535:
+        raise OSError(f"invalid port {target.port}")
+    # As for Go, no host is this one.
+    hosts = ["127.0.0.1", "::1"] if target.host in ("", "localhost") else [target.host]
     if target.source and len(hosts) > 1:
         hosts = [host for host in hosts if (":" in host) == (":" in target.source)]
     problem: OSError | None = None
@@ -236,6 +298,128 @@ async def connect(target: Target) -> socket.socket:
     raise problem or OSError("no address")
 
 
+@dataclass(frozen=True)
+class Incoming:
+    """An answer whose body is still to come.
+
+    As with Go, `pieces` are unpacked if they come in gzip and the request did not speak of encodings.
+    """
+
+    status: int
+    headers: Headers
+    pieces: AsyncIterator[bytes]
+
+    def header(self, name: str) -> str:
+        return header(self.headers, name)
+
+
+@contextlib.contextmanager
+def _told(timeout: float | None) -> Iterator[None]:
+    """What can go wrong in an exchange as an HTTPError."""
+    import h11
+
+    try:
+        yield
+    except TimeoutError:
+        raise HTTPError(f"no answer within {timeout:g}s" if timeout else "connection timed out") from None
+    except OSError as error:
+        known = error.errno is not None and error.errno > 0  # those of getaddrinfo are below 0
+        raise HTTPError(os.strerror(error.errno or 0).lower() if known else error.strerror or str(error)) from None
+    except (h11.ProtocolError, UnicodeError, zlib.error) as error:
+        raise HTTPError(str(error)) from None
+
+
+@contextlib.asynccontextmanager
+async def exchange(
+    target: Target, method: str, path: str, headers: Iterable[tuple[str, str]] = (), *, timeout: float | None
+) -> AsyncIterator[Incoming]:
+    """One request on a connection of its own; the body of the answer is read as it is asked for.
+
+    Args:
+        path: with its query; what cannot stand in a URL as it is gets percent-encoded.
+        headers: ``Host`` is added if it is not among them.
+        timeout: seconds for the whole exchange, None for no limit.
+
+    Raises:
+        HTTPError: no answer, or (from ``pieces``) not a whole one.
+    """
+    import h11
+
+    deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
+    sent = list(headers)
+    with _told(timeout):
+        async with asyncio.timeout_at(deadline):
+            sock = await connect(target)
+            reader, writer = await asyncio.open_connection(
+                sock=sock, ssl=target.tls, server_hostname=target.host if target.tls is not None else None
+            )
+    try:
+        with _told(timeout):
+            async with asyncio.timeout_at(deadline):
+                connection = h11.Connection(h11.CLIENT)
+                first = await _ask(connection, reader, writer, target, method, path, sent)
+        received = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in first.headers.raw_items()]
+        pieces = _body(connection, reader, timeout, deadline)
+        if not header(sent, "accept-encoding") and header(received, "content-encoding").lower() == "gzip":
+            pieces = _unpacked(pieces)
+        yield Incoming(first.status_code, received, pieces)
+    finally:
+        writer.close()
+
+
+async def _ask(
+    connection: h11.Connection,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    target: Target,
+    method: str,
+    path: str,
+    headers: list[tuple[str, str]],
+) -> h11.Response:
+    """Sends the request; the head of the final answer."""
+    import h11
+
+    if not header(headers, "host"):
+        headers.append(("Host", target.authority))
+    path = quote(path, safe=_IN_URLS, errors="surrogateescape")
+    request = h11.Request(method=method, target=path, headers=[*headers, ("Connection", "close")])
+    writer.write((connection.send(request) or b"") + (connection.send(h11.EndOfMessage()) or b""))
+    event = await _event(connection, reader)
+    while isinstance(event, h11.InformationalResponse):
+        event = await _event(connection, reader)
+    if not isinstance(event, h11.Response):
+        raise HTTPError("connection closed without an answer")
+    return event
+
+
+async def _body(
+    connection: h11.Connection, reader: asyncio.StreamReader, timeout: float | None, deadline: float | None
+) -> AsyncIterator[bytes]:
+    import h11
+
+    while True:
+        with _told(timeout):
+            async with asyncio.timeout_at(deadline):
+                event = await _event(connection, reader)
+        if not isinstance(event, h11.Data):
+            return
+        yield bytes(event.data)
+
+
+async def _unpacked(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """What is in gzip, in pieces no larger than those that came in from elsewhere."""
+    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 16)
+    async for piece in pieces:
+        while piece:
+            with _told(None):
+                data = unpacker.decompress(piece, READ_SIZE)
+            if data:
+                yield data
+            piece = unpacker.unconsumed_tail
+    if not unpacker.eof:
+        raise HTTPError("gzip data ends too early")
+
+
 async def fetch(
     target: Target,
     method: str,
@@ -246,68 +430,23 @@ async def fetch(
     limit: int | None = None,
     cut: bool = False,
 ) -> Response:
-    """One request on a connection of its own.
+    """One request on a connection of its own, as `exchange`, with the whole body.
 
     Args:
-        path: with its query, already encoded.
-        headers: ``Host`` is added if it is not among them.
-        timeout: seconds for the whole exchange, None for no limit.
         limit: bytes of the body; beyond them it is an error, or with `cut` the rest is not read.
 
     Raises:
         HTTPError: no whole answer.
     """
-    import h11
-
-    try:
-        async with asyncio.timeout(timeout):
-            sock = await connect(target)
-            reader, writer = await asyncio.open_connection(
-                sock=sock, ssl=target.tls, server_hostname=target.host if target.tls is not None else None
-            )
-            try:
-                return await _exchange(reader, writer, target, method, path, list(headers), limit, cut)
-            finally:
-                writer.close()
-    except TimeoutError:
-        raise HTTPError(f"no answer within {timeout:g}s" if timeout else "connection timed out") from None
-    except OSError as error:
-        raise HTTPError(os.strerror(error.errno).lower() if error.errno else str(error)) from None
-    except h11.ProtocolError as error:
-        raise HTTPError(str(error)) from None
-
-
-async def _exchange(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    target: Target,
-    method: str,
-    path: str,
-    headers: list[tuple[str, str]],
-    limit: int | None,
-    cut: bool,
-) -> Response:
-    import h11
-
-    connection = h11.Connection(h11.CLIENT)
-    if not header(headers, "host"):
-        headers.append(("Host", target.authority))
-    request = h11.Request(method=method, target=path, headers=[*headers, ("Connection", "close")])
-    writer.write((connection.send(request) or b"") + (connection.send(h11.EndOfMessage()) or b""))
-    event = await _event(connection, reader)
-    while isinstance(event, h11.InformationalResponse):
-        event = await _event(connection, reader)
-    if not isinstance(event, h11.Response):
-        raise HTTPError("connection closed without an answer")
-    parts: list[bytes] = []
-    size = 0
-    while isinstance(data := await _event(connection, reader), h11.Data):
-        parts.append(bytes(data.data))
-        size += len(data.data)
-        if limit is not None and size > limit:
-            if not cut:
-                raise HTTPError(f"response exceeds {limit} bytes")
-            break
-    body = b"".join(parts)
-    received = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in event.headers.raw_items()]
-    return Response(event.status_code, body if limit is None else body[:limit], received)
+    async with exchange(target, method, path, headers, timeout=timeout) as incoming:
+        parts: list[bytes] = []
+        size = 0
+        async for piece in incoming.pieces:
+            parts.append(piece)
+            size += len(piece)
+            if limit is not None and size > limit:
+                if not cut:
+                    raise HTTPError(f"response exceeds {limit} bytes")
+                break
+        body = b"".join(parts)
+        return Response(incoming.status, body if limit is None else body[:limit], incoming.headers)

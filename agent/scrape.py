@@ -6,10 +6,12 @@ Source: istio/istio: pilot/cmd/pilot-agent/status/server.go (handleStats).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import AsyncIterator, Sequence
 
-from agent.http import HTTPError, Request, Response, Target, fetch
+from agent.http import HTTPError, Incoming, Request, Response, Target, exchange, fetch
 from agent.metrics import Metrics
 from agent.scrape_config import ScrapeTarget
 
@@ -111,45 +113,103 @@ class Scraper:
     async def serve(self, request: Request) -> Response:
         """The merged exposition; what cannot be scraped is left out and counted."""
         self._metrics.scrapes_total.value += 1
-        accept = request.header("accept")
-        jobs = []
-        if self._envoy_port is not None:
-            path = "/stats/prometheus" + (f"?{request.query}" if request.query else "")
-            envoy_target = ScrapeTarget(self._envoy_port, path)
-            jobs.append(self._scrape("envoy", envoy_target, request, allowed_accept(accept, ENVOY_TYPES), None))
-        app_accept = allowed_accept(accept, APP_TYPES)
-        limit = BODY_LIMIT if len(self._targets) > 1 else None
-        jobs += [self._scrape("application", target, request, app_accept, limit) for target in self._targets]
-        results = await asyncio.gather(*jobs)
-        envoy = results.pop(0) if self._envoy_port is not None else None
-        apps = [result for result in results if result is not None]
-        content_type, app_body = TEXT, b""
-        if len(self._targets) == 1 and apps:
-            content_type, app_body = exposition_format(apps[0][0]), apps[0][1]
-        elif apps:
-            content_type, app_body = merge_bodies(apps)
-        body = self._metrics.render().encode() + (envoy[1] if envoy else b"") + app_body
-        return Response(200, body, (("Content-Type", content_type),))
-
-    async def _scrape(
-        self, kind: str, target: ScrapeTarget, request: Request, accept: str, limit: int | None
-    ) -> tuple[str, bytes] | None:
-        passed = ("User-Agent", "X-Prometheus-Scrape-Timeout-Seconds")
-        headers = [(name, request.header(name.lower())) for name in passed if request.header(name.lower())]
-        headers.append(("Accept", accept))
-        timeout = None
+        accept = allowed_accept(request.header("accept"), APP_TYPES)
+        if len(self._targets) != 1:
+            envoy, *apps = await asyncio.gather(
+                self._envoy(request), *(self._whole("application", t, request, accept) for t in self._targets)
+            )
+            answers = [answer for answer in apps if answer is not None]
+            content_type, app_body = merge_bodies(answers) if answers else (TEXT, b"")
+            return Response(200, self._own(envoy) + app_body, (("Content-Type", content_type),))
+        # A single target is passed on as it comes: its size is the application's affair.
+        envoy_job = asyncio.create_task(self._envoy(request))
+        stack = contextlib.AsyncExitStack()
         try:
-            timeout = float(request.header("x-prometheus-scrape-timeout-seconds")) or None
-        except ValueError:
-            pass
+            incoming = await self._open(self._targets[0], request, accept, stack)
+            body = self._own(await envoy_job)
+        except BaseException:
+            envoy_job.cancel()
+            await stack.aclose()
+            raise
+        if incoming is None:
+            return Response(200, body, (("Content-Type", TEXT),))
+        headers = (("Content-Type", exposition_format(incoming.header("content-type"))),)
+        return Response(200, body, headers, self._passed_on(incoming, self._targets[0]), stack.aclose)
+
+    def _own(self, envoy: tuple[str, bytes] | None) -> bytes:
+        return self._metrics.render().encode() + (envoy[1] if envoy else b"")
+
+    async def _envoy(self, request: Request) -> tuple[str, bytes] | None:
+        if self._envoy_port is None:
+            return None
+        target = ScrapeTarget(self._envoy_port, "/stats/prometheus" + (f"?{request.query}" if request.query else ""))
+        accept = allowed_accept(request.header("accept"), ENVOY_TYPES)
+        return await self._whole("envoy", target, request, accept, None)
+
+    async def _open(
+        self, target: ScrapeTarget, request: Request, accept: str, stack: contextlib.AsyncExitStack
+    ) -> Incoming | None:
+        try:
+            incoming = await stack.enter_async_context(
+                exchange(
+                    Target("localhost", target.port),
+                    "GET",
+                    target.path,
+                    _headers(request, accept),
+                    timeout=_timeout(request),
+                )
+            )
+            if incoming.status != 200:
+                raise HTTPError(f"status code: {incoming.status}")
+        except HTTPError as error:
+            self._failed("application", target, error)
+            await stack.aclose()
+            return None
+        return incoming
+
+    async def _passed_on(self, incoming: Incoming, target: ScrapeTarget) -> AsyncIterator[bytes]:
+        try:
+            async for piece in incoming.pieces:
+                yield piece
+        except HTTPError as error:
+            self._failed("application", target, error)
+
+    async def _whole(
+        self, kind: str, target: ScrapeTarget, request: Request, accept: str, limit: int | None = BODY_LIMIT
+    ) -> tuple[str, bytes] | None:
         try:
             response = await fetch(
-                Target("localhost", target.port), "GET", target.path, headers, timeout=timeout, limit=limit
+                Target("localhost", target.port),
+                "GET",
+                target.path,
+                _headers(request, accept),
+                timeout=_timeout(request),
+                limit=limit,
             )
             if response.status != 200:
                 raise HTTPError(f"status code: {response.status}")
         except HTTPError as error:
-            log.error("failed scraping %s metrics from port %d %r: %s", kind, target.port, target.path, error)
-            self._metrics.scrape_failures_total.add(kind)
+            self._failed(kind, target, error)
             return None
         return response.header("content-type"), response.body
+
+    def _failed(self, kind: str, target: ScrapeTarget, error: HTTPError) -> None:
+        log.error("failed scraping %s metrics from port %d %r: %s", kind, target.port, target.path, error)
+        self._metrics.scrape_failures_total.add(kind)
+
+
+def _headers(request: Request, accept: str) -> list[tuple[str, str]]:
+    passed = ("User-Agent", "X-Prometheus-Scrape-Timeout-Seconds")
+    return [
+        *((name, request.header(name.lower())) for name in passed if request.header(name.lower())),
+        ("Accept", accept),
+    ]
+
+
+def _timeout(request: Request) -> float | None:
+    """Seconds that the scraper waits; None if it does not say so in a usable way."""
+    try:
+        seconds = float(request.header("x-prometheus-scrape-timeout-seconds"))
+    except ValueError:
+        return None
+    return seconds if math.isfinite(seconds) and seconds else None

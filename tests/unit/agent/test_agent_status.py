@@ -23,7 +23,7 @@ from agent.dns.server import DNSOptions, DNSServer
 from agent.dns.table import ProxyNames
 from agent.errors import AgentError
 from agent.health_check import Thresholds, WorkloadHealthCheck
-from agent.http import Handler, HTTPError, Request, Response, Server, Target, fetch, text_response
+from agent.http import Handler, HTTPError, Request, Response, Server, Target, exchange, fetch, text_response
 from agent.metrics import Histogram, Labelled, Metrics
 from agent.probe_config import parse_probers
 from agent.protos import nds_pb2
@@ -339,6 +339,174 @@ def test_several_targets_and_compression() -> None:
             text = gzip.decompress(response.body).decode()
             assert text.endswith("one 1\ntwo 2\n")
             assert rig.metrics.scrape_failures_total.values == {"application": 1}
+
+    run(job)
+
+
+class RawApp:
+    """An application that writes its answer as it likes."""
+
+    def __init__(self, talk: Callable[[asyncio.StreamWriter], Coroutine[Any, Any, None]]) -> None:
+        self._talk = talk
+        self.asked: list[bytes] = []
+
+    async def __aenter__(self) -> RawApp:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self.asked.append(await reader.readuntil(b"\r\n\r\n"))
+            await self._talk(writer)
+            writer.close()
+
+        self._server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        self.port: int = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+
+def whole(body: bytes, *headers: str) -> Callable[[asyncio.StreamWriter], Coroutine[Any, Any, None]]:
+    head = "".join(f"{line}\r\n" for line in ("HTTP/1.1 200 OK", *headers, f"Content-Length: {len(body)}", ""))
+
+    async def talk(writer: asyncio.StreamWriter) -> None:
+        writer.write(head.encode() + body)
+        await writer.drain()
+
+    return talk
+
+
+def test_a_single_target_is_passed_on_as_it_comes() -> None:
+    async def job() -> None:
+        seen = asyncio.Event()
+
+        async def talk(writer: asyncio.StreamWriter) -> None:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\nfirst 1\n")
+            await seen.wait()
+            writer.write(b"second 1\n")
+
+        async with RawApp(talk) as app, Rig(targets=[ScrapeTarget(app.port, "/m")]) as rig:
+            server = Target("127.0.0.1", rig.port)
+            for headers in ([], [("Accept-Encoding", "identity")]):
+                seen.clear()
+                body = b""
+                async with exchange(server, "GET", "/stats/prometheus", headers, timeout=DEADLINE) as incoming:
+                    async for piece in incoming.pieces:
+                        body += piece
+                        if body.endswith(b"first 1\n"):
+                            seen.set()
+                assert body.endswith(b"first 1\nsecond 1\n")
+
+    run(job)
+
+
+def test_an_application_that_breaks_off_is_counted() -> None:
+    async def job() -> None:
+        async def talk(writer: asyncio.StreamWriter) -> None:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nfirst 1\n")
+
+        async with RawApp(talk) as app, Rig(targets=[ScrapeTarget(app.port, "/m")]) as rig:
+            response = await rig.get("/stats/prometheus")
+            assert response.status == 200
+            assert response.body.endswith(b"first 1\n")
+            assert rig.metrics.scrape_failures_total.values == {"application": 1}
+
+    run(job)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_application_that_always_packs_its_metrics(count: int) -> None:
+    async def job() -> None:
+        talk = whole(gzip.compress(b"app_metric 1\n"), "Content-Encoding: gzip", "Content-Type: text/plain")
+        async with RawApp(talk) as app, Rig(targets=[ScrapeTarget(app.port, "/m")] * count) as rig:
+            assert (await rig.get("/stats/prometheus")).body.endswith(b"\n" + b"app_metric 1\n" * count)
+        for broken in (gzip.compress(b"app_metric 1\n")[:-9], b"rubbish"):
+            talk = whole(broken, "Content-Encoding: gzip")
+            async with RawApp(talk) as app, Rig(targets=[ScrapeTarget(app.port, "/m")] * count) as rig:
+                assert (await rig.get("/stats/prometheus")).status == 200
+                assert rig.metrics.scrape_failures_total.values == {"application": count}
+
+    run(job)
+
+
+def test_packing_leaves_room_for_others() -> None:
+    async def job() -> None:
+        async with (
+            RawApp(whole(b"a_metric_with_some_name 1\n" * 160_000)) as app,
+            Rig(targets=[ScrapeTarget(app.port, "/m")]) as rig,
+        ):
+            turns = 0
+
+            async def count() -> None:
+                nonlocal turns
+                while True:
+                    turns += 1
+                    await asyncio.sleep(0)
+
+            async with exchange(
+                Target("127.0.0.1", rig.port), "GET", "/metrics", [("Accept-Encoding", "gzip")], timeout=DEADLINE
+            ) as incoming:
+                counter = asyncio.create_task(count())
+                packed = b"".join([piece async for piece in incoming.pieces])
+                counter.cancel()
+            assert gzip.decompress(packed).endswith(b"a_metric_with_some_name 1\n" * 160_000)
+            # Four megabytes are 64 pieces, and at least one turn of the loop comes with each.
+            assert turns >= 50
+
+    run(job)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "encoding"),
+    [
+        ("gzip", "gzip"),
+        ("deflate, GZIP;q=0.5", "gzip"),
+        ("gzip;q=0", ""),
+        ("gzip; q=0.0", ""),
+        ("identity", ""),
+        ("", ""),
+    ],
+)
+def test_accepted_encodings(accepted: str, encoding: str) -> None:
+    async def job() -> None:
+        async with Rig() as rig:
+            assert (await rig.get("/metrics", Accept_Encoding=accepted)).header("content-encoding") == encoding
+
+    run(job)
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-inf", "0", "soon", ""])
+def test_scrape_timeouts_that_are_none(seconds: str) -> None:
+    async def job() -> None:
+        async with RawApp(whole(b"a 1\n")) as app, Rig(targets=[ScrapeTarget(app.port, "/m")]) as rig:
+            response = await rig.get("/metrics", X_Prometheus_Scrape_Timeout_Seconds=seconds)
+            assert (response.status, response.body[-4:]) == (200, b"a 1\n")
+
+    run(job)
+
+
+def test_probes_with_odd_targets() -> None:
+    async def job() -> None:
+        async with RawApp(whole(b"")) as app:
+            async with Rig(probers=prober_for("httpGet", app.port, path="/a b\u00fc%20?c=d e")) as rig:
+                assert (await rig.get("/app-health/a/livez")).status == 200
+            assert app.asked[0].startswith(b"GET /a%20b%C3%BC%20?c=d%20e HTTP/1.1\r\n")
+            async with Rig(probers=prober_for("httpGet", app.port), pod_ip="") as rig:
+                assert (await rig.get("/app-health/a/livez")).status == 200
+            for kind in ("httpGet", "tcpSocket", "grpc"):
+                # No port of the application has this number, though one has it modulo 65536.
+                async with Rig(probers=prober_for(kind, app.port + 65536)) as rig:
+                    assert (await rig.get("/app-health/a/livez")).status == 500
+            assert len(app.asked) == 2
+
+    run(job)
+
+
+def test_a_request_may_name_a_whole_url() -> None:
+    async def job() -> None:
+        async with Rig() as rig:
+            reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+            writer.write(b"GET http://pod:15020/metrics HTTP/1.1\r\nHost: pod:15020\r\nConnection: close\r\n\r\n")
+            assert (await reader.read()).startswith(b"HTTP/1.1 200 OK\r\n")
+            writer.close()
 
     run(job)
 
