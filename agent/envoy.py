@@ -264,6 +264,8 @@ class EnvoyProcess:
 
     def _note(self, line: str) -> None:
         critical = any(mark in line for mark in _CRITICAL)
+        if "envoy backtrace" in line and (self._critical or "Caught " not in line):
+            return  # what was caught is a reason, unless there is a better one; where it happened is none
         if critical or (not self._critical and any(mark in line for mark in _ERROR)):
             self._critical = critical
             self._last_error = " ".join(line.split())

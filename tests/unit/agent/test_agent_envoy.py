@@ -123,6 +123,32 @@ def test_the_last_critical_line_is_the_reason(capfd: pytest.CaptureFixture[str])
     assert "later" in capfd.readouterr().err
 
 
+BACKTRACE = [
+    ("backtrace ./source/server/backtrace.h:173", "Caught Segmentation fault, suspect faulting address 0x1"),
+    ("backtrace ./source/server/backtrace.h:157", "Backtrace (use tools/stack_decode.py to get line numbers):"),
+    ("backtrace ./source/server/backtrace.h:167", "#0: [0x7fed93274050]"),
+]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize(
+    ("before", "reason"), [([], BACKTRACE[0][1]), ([("assert x.cc:1", "assert failure: size > 0")], "size > 0")]
+)
+def test_what_a_crash_is_about_comes_before_where_it_happened(
+    as_json: bool, before: list[tuple[str, str]], reason: str
+) -> None:
+    def line(place: str, text: str) -> str:
+        if as_json:
+            return json.dumps({"level": "critical", "scope": f"envoy {place.split()[0]}", "msg": text})
+        return f"2026-01-01\tcritical\tenvoy {place}\t{text}"
+
+    lines = [line(*entry) for entry in (*before, *BACKTRACE)]
+    script = f"import os, sys\nsys.stderr.write({chr(10).join(lines)!r} + chr(10))\nsys.stderr.flush()\nos.abort()"
+    status = run_to_end(script)
+    assert status.reason.startswith("signal: aborted")
+    assert reason in status.last_error
+
+
 def test_lines_from_before_the_bootstrap_get_its_format(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
