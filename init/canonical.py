@@ -69,6 +69,11 @@ def jump(text: str) -> str:
     return ""
 
 
+def goes(text: str) -> bool:
+    """The rule goes (``-g``) instead of jumping: a RETURN in the chain does not come back to it."""
+    return any(item[0] == "--goto" for item in canonical(text))
+
+
 def _options(words: list[str]) -> Iterator[tuple[str, list[str]]]:
     position = 0
     while position < len(words):

@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from . import words
-from .errors import InitError
+from .errors import InitError, UsageError
 from .flags import Parsed
 
 MAX_OWNER_GROUPS = 64
 """A rule holds one match for each included group; kernels allow 128 to 1200 matches in a rule."""
 
+INBOUND_MARK = "1337"
 OUTBOUND_MARK = "1338"
 DNS_PORT = "15053"
 DOCKER_RESOLVER = "127.0.0.11"
@@ -43,7 +44,7 @@ class Config(NamedTuple):
     outbound_ports_include: str = ""
     outbound_ports_exclude: str = ""
     kube_virt_interfaces: str = ""
-    inbound_tproxy_mark: str = "1337"
+    inbound_tproxy_mark: str = INBOUND_MARK
     inbound_tproxy_route_table: str = "133"
     owner_groups_include: str = "*"
     owner_groups_exclude: str = ""
@@ -142,7 +143,7 @@ def from_flags(parsed: Parsed, environ: Mapping[str, str]) -> Config:
         dual_stack=switch("dual-stack"),
         probe_port=parsed.number("iptables-probe-port"),
         probe_timeout=parsed.seconds("probe-timeout"),
-        lock_wait=parsed.seconds("lock-wait"),
+        lock_wait=_lock_wait(parsed),
         dry_run=switch("dry-run"),
         dry_run_file=environ.get("DRY_RUN_FILE_PATH", ""),
         skip_rule_apply=switch("skip-rule-apply"),
@@ -157,6 +158,13 @@ def from_flags(parsed: Parsed, environ: Mapping[str, str]) -> Config:
         strict=switch("strict"),
         json=switch("json"),
     )
+
+
+def _lock_wait(parsed: Parsed) -> float:
+    seconds = parsed.seconds("lock-wait")
+    if seconds < 0:
+        raise UsageError("invalid argument for --lock-wait", f"{seconds:g}s is negative", "Write 0 or more, such as 5s")
+    return seconds
 
 
 def chosen_backend(parsed: Parsed) -> str:

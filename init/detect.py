@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from .errors import InitError, LockHeld
 from .model import Family
-from .tools import Tools, failure
+from .tools import Tools, failure, may_change_rules
 from .xtables import Binary, may_hold_rules
 
 NAMES: dict[Family, str] = {"ipv4": "iptables", "ipv6": "ip6tables"}
@@ -38,7 +38,11 @@ def choose(backend: str, ipv6: bool, tools: Tools) -> Mapping[Family, Binary]:
     """
     chosen: dict[Family, Binary] = {"ipv4": _family(backend, "ipv4", tools)}
     try:
-        chosen["ipv6"] = _family(backend, "ipv6", tools, probe=ipv6)
+        if ipv6 or backend != "auto":
+            chosen["ipv6"] = _family(backend, "ipv6", tools)
+        else:
+            # Nothing is written there: only what an earlier run has left is of interest.
+            chosen["ipv6"] = _binary(chosen["ipv4"].name.replace("iptables", "ip6tables"), tools)
     except InitError as error:
         if ipv6:
             raise
@@ -46,7 +50,7 @@ def choose(backend: str, ipv6: bool, tools: Tools) -> Mapping[Family, Binary]:
     return chosen
 
 
-def _family(backend: str, family: Family, tools: Tools, probe: bool = True) -> Binary:
+def _family(backend: str, family: Family, tools: Tools) -> Binary:
     name = NAMES[family]
     if backend == "legacy":
         # libiptc locks and writes by itself; only the save tool is run, which does neither.
@@ -58,15 +62,15 @@ def _family(backend: str, family: Family, tools: Tools, probe: bool = True) -> B
     reasons = []
     if may_hold_rules("legacy", family) and has_rules(f"{name}-legacy", tools):
         try:
-            return _usable(f"{name}-legacy", tools, probe)
+            return _usable(f"{name}-legacy", tools)
         except InitError as error:
-            _not_lock(error)
+            _final(error)
             reasons.append(str(error))
     for candidate in (f"{name}-nft", name):
         try:
-            return _usable(candidate, tools, probe)
+            return _usable(candidate, tools)
         except InitError as error:
-            _not_lock(error)
+            _final(error)
             reasons.append(str(error))
     raise InitError(
         f"no usable {name} for {family}", "; ".join(reasons), "Load ip_tables or nf_tables, or install iptables"
@@ -91,16 +95,14 @@ def usable(backend: str, family: Family, tools: Tools) -> None:
     for candidate in {"auto": (f"{name}-nft", f"{name}-legacy"), "nft": (f"{name}-nft",)}.get(
         backend, (f"{name}-legacy",)
     ):
-        _usable(candidate, tools, probe=True)
+        _usable(candidate, tools)
 
 
-def _usable(name: str, tools: Tools, probe: bool) -> Binary:
+def _usable(name: str, tools: Tools) -> Binary:
     binary = _binary(name, tools)
-    if not probe:
-        return binary
     result = tools.run([f"{name}-restore", "--noflush"], PROBE, locks=binary.locks, mount_lock=binary.mount_lock)
     if result.code or "does not exist" in result.err:
-        raise failure(f"{name} has no kernel support", result)
+        raise failure(f"{name} has no kernel support" if may_change_rules() else f"{name} may not change rules", result)
     return binary
 
 
@@ -130,6 +132,7 @@ def _version(text: str) -> tuple[int, int, int]:
     return major, minor, patch
 
 
-def _not_lock(error: InitError) -> None:
-    if isinstance(error, LockHeld):
+def _final(error: InitError) -> None:
+    """A held lock or a missing permission is no reason to try another tool."""
+    if isinstance(error, LockHeld) or not may_change_rules():
         raise error

@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from . import restore, state
-from .canonical import canonical, jump
+from .canonical import canonical
+from .config import INBOUND_MARK
 from .model import BUILT_IN_CHAINS, Jump, Proto, Rule
 
 
@@ -55,17 +56,28 @@ def apply(rules: Sequence[Rule]) -> list[TableEdit]:
     ]
 
 
-def cleanup(rules: Sequence[Rule], dump: state.Dump) -> list[TableEdit]:
+def cleanup(rules: Sequence[Rule], dump: state.Dump, mark: str = INBOUND_MARK) -> list[TableEdit]:
     """The edits that remove every chain of ours, every jump to one and every rule equal to one of ``rules``.
 
-    Foreign rules stay as they are. In mangle, rules that only we write (mark 1338, the saved and restored mark) go
-    even if the configuration that made them is not the present one.
+    Foreign rules stay as they are. In mangle, rules that only we write (mark 1338; the inbound mark, which is ``mark``
+    or the default one, saved and restored) go even if the configuration that made them is not the present one. So do
+    the guard rules of a run that was killed.
     """
-    found = (_remove(table, rules, dump) for table in dump.tables)
-    return [edit for edit in found if edit]
+    made = []
+    for table in dump.tables:
+        edit = _remove(table, rules, dump, mark)
+        if table == "filter":
+            # From the last one of a chain, so that positions stay right.
+            deletes = sorted((*edit.deletes, *guards_left(dump)), key=lambda delete: -delete.position)
+            edit = edit._replace(deletes=tuple(deletes))
+        if edit:
+            made.append(edit)
+    return made
 
 
-def replace_all(rules: Sequence[Rule], dump: state.Dump, front: Collection[tuple[str, str]] = ()) -> list[TableEdit]:
+def replace_all(
+    rules: Sequence[Rule], dump: state.Dump, front: Collection[tuple[str, str]] = (), mark: str = INBOUND_MARK
+) -> list[TableEdit]:
     """The edits that leave exactly ``rules`` of ours, whatever is there now.
 
     In a built-in chain with foreign rules ours go where our first one stands now. They go to the top if none is left
@@ -74,7 +86,7 @@ def replace_all(rules: Sequence[Rule], dump: state.Dump, front: Collection[tuple
     made = []
     tables = dict.fromkeys([*restore.tables(rules), *dump.tables])
     for table in sorted(tables):
-        old = _remove(table, rules, dump)
+        old = _remove(table, rules, dump, mark)
         here = _in_place(table, [rule for rule in rules if rule.table == table], dump, front)
         edit = old._replace(new=tuple(restore.new_chains(here, table)), rules=tuple(here))
         if edit:
@@ -84,7 +96,13 @@ def replace_all(rules: Sequence[Rule], dump: state.Dump, front: Collection[tuple
 
 def guard(dump: state.Dump) -> TableEdit:
     """Guard rules on top of filter; those that a killed run left there go first."""
-    return TableEdit("filter", deletes=tuple(_guards(dump)), rules=GUARD)
+    return TableEdit("filter", deletes=guards_left(dump), rules=GUARD)
+
+
+def guards_left(dump: state.Dump) -> tuple[Delete, ...]:
+    """The guard rules of a run that was killed: a pair in each of the three chains, else they are somebody else's."""
+    found = _guards(dump)
+    return tuple(found) if len(found) == len(GUARD) else ()
 
 
 def unguard(dump: state.Dump) -> TableEdit:
@@ -107,7 +125,7 @@ def document(edits: Iterable[TableEdit], comments: bool = False) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _remove(table: str, rules: Sequence[Rule], dump: state.Dump) -> TableEdit:
+def _remove(table: str, rules: Sequence[Rule], dump: state.Dump, mark: str) -> TableEdit:
     ours = tuple(dump.ours(table))
     equal = {canonical(restore.body(rule)) for rule in rules if rule.table == table and rule.chain in BUILT_IN_CHAINS}
     deletes = []
@@ -118,20 +136,31 @@ def _remove(table: str, rules: Sequence[Rule], dump: state.Dump) -> TableEdit:
         for index in range(len(texts) - 1, -1, -1):
             builtin = chain in BUILT_IN_CHAINS
             if state.is_ours(texts[index], equal if builtin else set()) or (
-                builtin and _only_we_write(table, chain, texts[index])
+                builtin and _only_we_write(table, chain, texts[index], mark)
             ):
                 deletes.append(Delete(chain, index + 1, texts[index]))
     return TableEdit(table, tuple(deletes), ours, ours)
 
 
-def _only_we_write(table: str, chain: str, text: str) -> bool:
+def _only_we_write(table: str, chain: str, text: str, mark: str) -> bool:
     if table != "mangle":
         return False
     items = canonical(text)
+    if chain == "OUTPUT" and ("--set-xmark", False, "0x53a/0xffffffff") in items:
+        return any(str(item[0]) in ("--uid-owner", "--gid-owner") for item in items)
+    return any(items == canonical(wording) for number in (mark, INBOUND_MARK) for wording in _marked(chain, number))
+
+
+def _marked(chain: str, mark: str) -> list[str]:
+    """What TPROXY writes into a built-in chain of mangle beside jumps (init.rules, tproxy_tail)."""
+    if chain == "PREROUTING":
+        return [f"-p tcp -m mark --mark {mark} -j CONNMARK --save-mark"]
     if chain == "OUTPUT":
-        marked = ("--set-xmark", False, "0x53a/0xffffffff") in items
-        return marked and any(str(item[0]) in ("--uid-owner", "--gid-owner") for item in items)
-    return False
+        return [
+            f"-p tcp -o lo -m mark --mark {mark} -j RETURN",
+            f"-p tcp -m connmark --mark {mark} -j CONNMARK --restore-mark",
+        ]
+    return []
 
 
 def _in_place(table: str, rules: list[Rule], dump: state.Dump, front: Collection[tuple[str, str]]) -> list[Rule]:
@@ -148,7 +177,7 @@ def _in_place(table: str, rules: list[Rule], dump: state.Dump, front: Collection
             start = 0
         elif any(ours):
             start = ours.index(True)
-        elif any(jump(text) in state.DECIDING for text in have):
+        elif any(state.decides(text, dump.tables[table]) for text in have):
             start = 0
         else:
             continue
@@ -158,11 +187,13 @@ def _in_place(table: str, rules: list[Rule], dump: state.Dump, front: Collection
 
 
 def _guards(dump: state.Dump) -> list[Delete]:
-    """Guard rules that stand at the very top of a filter chain; a DROP further down is somebody else's."""
+    """The first pair of guard rules of each filter chain. Somebody may have put a rule on top meanwhile."""
     found = []
     for chain in ("INPUT", "FORWARD", "OUTPUT"):
         texts = dump.chain("filter", chain)
+        keys = [canonical(text) for text in texts]
         expected = [canonical(restore.body(rule)) for rule in reversed(GUARD) if rule.chain == chain]
-        if [canonical(text) for text in texts[:2]] == expected:
-            found += [Delete(chain, 2, texts[1]), Delete(chain, 1, texts[0])]
+        at = next((index for index in range(len(keys)) if keys[index : index + 2] == expected), None)
+        if at is not None:
+            found += [Delete(chain, at + 2, texts[at + 1]), Delete(chain, at + 1, texts[at])]
     return found

@@ -154,6 +154,12 @@ class LibIPTC(Restore):
                         self._change(family, changes[family])
         except TimeoutError:
             raise held(self.tools.lock_wait, self.lock_file) from None
+        except lock.CannotOpen as error:
+            raise InitError(
+                f"cannot open the xtables lock {self.lock_file}",
+                str(error),
+                "Make /run writable, name another file in XTABLES_LOCKFILE, or use --backend nft, which needs no lock",
+            ) from None
         if strange:
             tool = Restore(detect.choose("legacy-restore", True, self.tools), self.tools, self.comments)
             tool.change({family: changes[family] for family in strange})

@@ -18,6 +18,10 @@ def path(environ: Mapping[str, str]) -> str:
     return environ.get("XTABLES_LOCKFILE", "") or DEFAULT
 
 
+class CannotOpen(Exception):
+    """The lock file cannot be opened: a read-only /run, no permission."""
+
+
 @contextmanager
 def locked(name: str, wait: float) -> Iterator[None]:
     """Holds the lock for the body.
@@ -28,9 +32,12 @@ def locked(name: str, wait: float) -> Iterator[None]:
 
     Raises:
         TimeoutError: another process kept it.
-        OSError: the file cannot be opened (a read-only /run).
+        CannotOpen: the file cannot be opened.
     """
-    descriptor = os.open(name, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise CannotOpen(error.strerror or str(error)) from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -23,10 +23,11 @@ from functools import partial
 from . import edits, native, routes, rules, state, xtables
 from .canonical import jump
 from .config import DOCKER_RESOLVER, Config
+from .edits import TableEdit
 from .errors import InitError
 from .log import Log
 from .model import Family, RuleSet
-from .tools import Tools
+from .tools import Tools, failure
 
 FAMILIES: tuple[Family, Family] = ("ipv4", "ipv6")
 DOCKER_CHAIN = "DOCKER_OUTPUT"
@@ -133,12 +134,13 @@ def _cleanup_everywhere(config: Config, tools: Tools, result: Result) -> None:
     built = rules.build(config)
     cleaned = []
     for kind, backend in (("legacy", "legacy-restore"), ("nft", "nft")):
-        dumps = {family: _save(tools, kind, family) for family in FAMILIES}
-        made = {family: edits.cleanup(built.family(family), dumps[family]) for family in FAMILIES}
+        dumps = {family: _save(tools, kind, family, sure=True) for family in FAMILIES}
+        mark = config.inbound_tproxy_mark
+        made = {family: edits.cleanup(built.family(family), dumps[family], mark) for family in FAMILIES}
         if any(made.values()):
             xtables.Restore(detect.choose(backend, bool(made["ipv6"]), tools), tools).change(made)
             cleaned.append(kind)
-    if tools.find("nft") and _native_tables(_nft_tables()):
+    if _native_tables(_nft_tables()):
         NFTables(tools, config.cni_mode).cleanup()
         cleaned.append("native-nft")
     result.backend, result.action = ",".join(cleaned) or config.backend, "cleaned"
@@ -151,17 +153,19 @@ def _xtables(config: Config, tools: Tools, result: Result) -> None:
     backend = _backend(config, tools)
     result.backend = backend.name
     dumps = {family: backend.dump(family) for family in FAMILIES}
-    config = with_docker(config, tools, backend.kind, dumps["ipv4"])
+    config = with_docker(config, tools, backend.kinds["ipv4"], dumps["ipv4"])
     result.docker_resolver = config.docker_resolver
     built = rules.build(config)
-    _warn_of_others(tools, backend.kind)
+    _warn_of_others(tools, backend.kinds)
     if config.cleanup_only:
-        backend.change({family: edits.cleanup(built.family(family), dumps[family]) for family in FAMILIES})
+        mark = config.inbound_tproxy_mark
+        backend.change({family: edits.cleanup(built.family(family), dumps[family], mark) for family in FAMILIES})
         result.action = "cleaned"
         return
     if not any(dump.any_of_ours() for dump in dumps.values()):
         _warn_of_foreign(built, dumps, tools.log)
-        backend.change({family: edits.apply(built.family(family)) for family in FAMILIES})
+        left = {family: TableEdit("filter", edits.guards_left(dumps[family])) for family in FAMILIES}
+        backend.change({family: [*edits.apply(built.family(family)), left[family]] for family in FAMILIES})
         result.action = "applied"
         return
     result.drift = [
@@ -169,6 +173,7 @@ def _xtables(config: Config, tools: Tools, result: Result) -> None:
         for family in FAMILIES
         for drift in state.compare(family, built.family(family), dumps[family], partial(backend.ages, family))
     ]
+    result.drift += [drift for family in FAMILIES for drift in _guards_left(family, dumps[family])]
     if config.docker_resolver:
         result.drift += _behind_docker(dumps["ipv4"])
     if not result.drift and not config.force_apply:
@@ -226,6 +231,7 @@ def _replace(
                         for drift in drifts
                         if drift.kind == "in-front" and drift.family == family
                     },
+                    config.inbound_tproxy_mark,
                 )
                 for family in touched
             }
@@ -258,7 +264,7 @@ def _backend(config: Config, tools: Tools) -> Backend:
     name = "legacy-restore" if config.cni_mode and config.backend == "legacy" else config.backend
     binaries = detect.choose(name, config.ipv6, tools)
     restore = xtables.Restore(binaries, tools, config.comments)
-    if name not in ("auto", "legacy") or restore.kind != "legacy" or config.cni_mode:
+    if name not in ("auto", "legacy") or set(restore.kinds.values()) != {"legacy"} or config.cni_mode:
         return restore
     try:
         from .libiptc import LibIPTC
@@ -287,7 +293,7 @@ def _native(config: Config, tools: Tools, result: Result) -> None:
     result.docker_resolver = config.docker_resolver
     backend = backend._replace(ahead=config.docker_resolver)
     built = native.build(config)
-    _warn_of_others(tools, None)
+    _warn_of_others(tools, {})
     if present:
         result.drift = backend.compare(built)
         if not result.drift and not config.force_apply:
@@ -307,19 +313,38 @@ def with_docker(
 ) -> Config:
     """``config`` with ``docker_resolver`` set if Docker's resolver is listed and its jump is in OUTPUT already.
 
+    With capture-all nothing is changed, as no list says that it is meant: the loop that this makes is warned of.
     ``dump`` are the present rules of ``kind``, if they were read already. Reading needs root.
     """
-    if not config.captures_dns or config.capture_all_dns or DOCKER_RESOLVER not in config.dns_servers_v4:
+    if not config.captures_dns or not (config.capture_all_dns or DOCKER_RESOLVER in config.dns_servers_v4):
         return config
     if (dump is not None and _jumps_to_docker(dump)) or any(
         _jumps_to_docker(_save(tools, other, "ipv4")) for other in SAVERS if dump is None or other != kind
     ):
+        if config.capture_all_dns:
+            tools.log.warn(
+                "OUTPUT jumps to DOCKER_OUTPUT: Docker forwards external names from inside this network namespace, so "
+                "that --capture-all-dns sends its queries back to the agent, in a loop; leave it out, the servers of "
+                "resolv.conf are captured without it"
+            )
+            return config
         tools.log.warn(
             "deviation from the reference: OUTPUT already jumps to DOCKER_OUTPUT and 127.0.0.11 is a listed server, so "
             "our OUTPUT rules go in front, and its replies to the agent get conntrack zone 1"
         )
         return config._replace(docker_resolver=True)
     return config
+
+
+def _guards_left(family: Family, dump: state.Dump) -> list[state.Drift]:
+    """A run that was killed has left its guard rules: nothing passes until they are gone."""
+    found = edits.guards_left(dump)
+    return [
+        state.Drift(
+            family, "filter", chain, "unexpected", (), tuple(one.text for one in reversed(found) if one.chain == chain)
+        )
+        for chain in dict.fromkeys(one.chain for one in found)
+    ]
 
 
 def _behind_docker(dump: state.Dump) -> list[state.Drift]:
@@ -344,26 +369,33 @@ def _jumps_to_docker(dump: state.Dump) -> bool:
     return any(jump(text) == DOCKER_CHAIN for text in dump.chain("nat", "OUTPUT"))
 
 
-def _save(tools: Tools, kind: str, family: Family, nft: xtables.NFTTables = None) -> state.Dump:
-    """Rules of some back end, empty where it cannot be read or has none."""
+def _save(tools: Tools, kind: str, family: Family, nft: xtables.NFTTables = None, sure: bool = False) -> state.Dump:
+    """Rules of some back end, empty where it has none; unless ``sure``, also where it cannot be read.
+
+    Raises:
+        InitError: ``sure``, and there may be rules that cannot be read.
+    """
     name = SAVERS[kind][family]
-    if not xtables.may_hold_rules(kind, family, nft) or not tools.find(f"{name}-save"):
+    if not xtables.may_hold_rules(kind, family, nft) or not (sure or tools.find(f"{name}-save")):
         return state.Dump()
     result = tools.run([f"{name}-save"])
+    if result.code and sure:
+        raise failure(f"cannot read the rules with {name}-save", result)
     return state.parse(result.out) if result.code == 0 else state.Dump()
 
 
-def _warn_of_others(tools: Tools, mine: xtables.Kind | None) -> None:
-    """Rules of ours in another back end act too, whatever this run does."""
+def _warn_of_others(tools: Tools, mine: Mapping[Family, xtables.Kind]) -> None:
+    """Rules of ours in another back end than that of the family act too, whatever this run does."""
     nft = _nft_tables()
-    if mine is not None:
+    if mine:
         found = _native_tables(nft)
         if found:
             tools.log.warn(
                 f"native nftables rules are present too: {', '.join(found)}; --native-nftables --cleanup-only removes them"
             )
     for kind in SAVERS:
-        if kind != mine and any(_save(tools, kind, family, nft).any_of_ours() for family in FAMILIES):
+        others = [family for family in FAMILIES if mine.get(family) != kind]
+        if any(_save(tools, kind, family, nft).any_of_ours() for family in others):
             tools.log.warn(
                 f"{kind} iptables rules of an earlier run are present too; --backend {kind} --cleanup-only removes them"
             )
@@ -388,5 +420,5 @@ def _warn_of_foreign(built: RuleSet, dumps: Mapping[Family, state.Dump], log: Lo
             if chain.startswith(state.OURS) or all(rule.position for rule in here):
                 continue
             for text in dumps[family].chain(table, chain):
-                if jump(text) in state.DECIDING:
+                if state.decides(text, dumps[family].tables[table]):
                     log.warn(f"a foreign rule decides in front of ours: {family} {table} {chain} {text}")

@@ -104,9 +104,11 @@ class _Dialler:
         self.is_proxy = str(os.geteuid()) in uids or str(os.getegid()) in gids
         self.uid = next((int(uid) for uid in uids if uid.isdigit()), -1)
         self.became = self.is_proxy
+        self.tried = False
 
     def dial(self, token: bytes) -> str:
         """Connects, sends the token and leaves; returns what went wrong, if anything did."""
+        self.tried = True
         local, remote = ("127.0.0.1", "127.0.0.6") if self.family == "ipv4" else ("::1", "::6")
         with self._as_proxy():
             sock = socket.socket(_af(self.family), socket.SOCK_STREAM)
@@ -165,13 +167,16 @@ def _receive(connection: socket.socket, count: int) -> bytes:
 
 def _cause(config: Config, tools: Tools, family: Family, backend: str, dialler: _Dialler, refused: int) -> str:
     """Why no packet came, as far as this process may look."""
+    if not dialler.tried:
+        return f"no time: the probe timeout is {config.probe_timeout:g}s, so that no packet was sent"
     if not dialler.became:
         return (
             f"this process is user {os.geteuid()} and may not open a socket as the proxy's user {config.proxy_uid} (no "
             "CAP_SETUID); the rules redirect only that user"
         )
     found = _rules_by_backend(tools, family)
-    mine = {"legacy-restore": "legacy"}.get(backend, backend)
+    # One back end, or that of IPv4 and that of IPv6.
+    mine = backend.split(",")[0 if family == "ipv4" else -1].removesuffix("-restore")
     if found is None:
         seen = "was refused, so no rule redirected it" if refused else "never came"
         return f"the packet {seen}; without root the rules cannot be inspected"

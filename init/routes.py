@@ -30,7 +30,8 @@ def numbers(config: Config) -> tuple[int, int] | None:
     """Mark and table of the policy rule, or None if the configuration needs none.
 
     Raises:
-        InitError: one is no plain decimal number (``0x539`` is a mark for iptables, but none here).
+        InitError: one is no plain decimal number of 32 bits (``0x539`` is a mark for iptables, but none here), or 0: a
+            rule for mark 0 would take every packet, table 0 is none.
     """
     if not (config.tproxy and config.inbound_ports_include):
         return None
@@ -73,8 +74,10 @@ def remove(config: Config, log: Log) -> None:
     """
     helper = has_helper()
     try:
-        mark, table = int(config.inbound_tproxy_mark), int(config.inbound_tproxy_route_table)
-    except ValueError:
+        mark = _decimal(config.inbound_tproxy_mark, "")
+        table = _decimal(config.inbound_tproxy_route_table, "")
+    except InitError:
+        # Nothing can have been made with these.
         mark, table = 0, 0
     with _netlink() as route:
         lo = _lo(route)
@@ -165,4 +168,6 @@ def _decimal(text: str, source: str) -> int:
     stripped = text.strip()
     if not (stripped.isascii() and stripped.lstrip("+").isdigit()):
         raise InitError("failed to configure routes", f"{source} {text!r} is no decimal number")
+    if not 0 < int(stripped) < 1 << 32:
+        raise InitError("failed to configure routes", f"{source} {text!r} is not from 1 to 4294967295")
     return int(stripped)

@@ -9,11 +9,11 @@ Source: istio/istio: tools/istio-iptables/pkg/capture/helper.go, .../builder (Ge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from . import restore
-from .canonical import Canonical, canonical, jump
+from .canonical import Canonical, canonical, goes, jump
 from .model import Family, Rule
 
 OURS = "ISTIO_"
@@ -139,7 +139,7 @@ def compare(family: Family, rules: Sequence[Rule], dump: Dump, ages: Ages | None
             if chain.startswith(OURS):
                 found += _own_chain(family, table, chain, want if chain in expected else None, have)
             else:
-                found += _shared_chain(family, table, chain, want, have or [], ages)
+                found += _shared_chain(family, table, chain, want, actual, ages)
     return found
 
 
@@ -148,15 +148,42 @@ def is_ours(text: str, want: set[Canonical]) -> bool:
     return jump(text).startswith(OURS) or canonical(text) in want
 
 
-def deciding_ahead(want: Sequence[str], have: Sequence[str]) -> list[int]:
+Chains = Mapping[str, Sequence[str]]
+"""The chains of one table: name -> rule texts."""
+
+
+def deciding_ahead(want: Sequence[str], have: Sequence[str], chains: Chains) -> list[int]:
     """Indexes of foreign rules that may decide on packets before the last of our rules is reached."""
     ours = {canonical(text) for text in want}
     last = max((index for index, text in enumerate(have) if canonical(text) in ours), default=-1)
-    return [index for index in range(last) if not is_ours(have[index], ours) and jump(have[index]) in DECIDING]
+    return [index for index in range(last) if not is_ours(have[index], ours) and decides(have[index], chains)]
 
 
-def names_address(text: str) -> bool:
-    """The rule is for some addresses only."""
+def decides(text: str, chains: Chains, any_address: bool = False) -> bool:
+    """The rule, or one that its jumps lead to, ends the walk through the built-in chain.
+
+    Args:
+        text: a rule of a built-in chain.
+        chains: those of its table.
+        any_address: only if no rule on the way names an address; whoever wrote one meant that address.
+    """
+    return _decides(text, chains, any_address, ())
+
+
+def _decides(text: str, chains: Chains, any_address: bool, path: tuple[str, ...]) -> bool:
+    if any_address and _names_address(text):
+        return False
+    to = jump(text)
+    if to in chains and to not in path:
+        # Behind a jump RETURN only comes back; behind a goto the packet does not.
+        return any(
+            (jump(inner) != "RETURN" or goes(text)) and _decides(inner, chains, any_address, (*path, to))
+            for inner in chains[to]
+        )
+    return to in DECIDING
+
+
+def _names_address(text: str) -> bool:
     return any(item[0] in ("--source", "--destination") and not item[1] for item in canonical(text))
 
 
@@ -183,8 +210,9 @@ def _own_chain(family: str, table: str, chain: str, want: list[str] | None, have
 
 
 def _shared_chain(
-    family: str, table: str, chain: str, want: list[str], have: list[str], ages: Ages | None
+    family: str, table: str, chain: str, want: list[str], chains: Chains, ages: Ages | None
 ) -> list[Drift]:
+    have = chains.get(chain, ())
     a = [canonical(text) for text in want]
     keys = set(a)
     b = [canonical(text) for text in have if is_ours(text, keys)]
@@ -193,7 +221,7 @@ def _shared_chain(
     if a != b:
         actual = tuple(shown.get(canonical(text), text) for text in have if is_ours(text, keys))
         found.append(Drift(family, table, chain, kind_of(a, b), tuple(want), actual))
-    ahead = _intruders(table, chain, want, have, ages)
+    ahead = _intruders(table, chain, want, chains, ages)
     if ahead:
         actual = tuple(
             shown.get(canonical(text), text) for index, text in enumerate(have) if index in ahead or is_ours(text, keys)
@@ -202,13 +230,14 @@ def _shared_chain(
     return found
 
 
-def _intruders(table: str, chain: str, want: list[str], have: list[str], ages: Ages | None) -> list[int]:
-    ahead = deciding_ahead(want, have)
+def _intruders(table: str, chain: str, want: list[str], chains: Chains, ages: Ages | None) -> list[int]:
+    have = chains.get(chain, ())
+    ahead = deciding_ahead(want, have, chains)
     if not ahead:
         return []
     born = ages(table, chain) if ages else []
     if len(born) != len(have):
-        return [index for index in ahead if not names_address(have[index])]
+        return [index for index in ahead if decides(have[index], chains, any_address=True)]
     keys = {canonical(text) for text in want}
     ours = min(age for age, text in zip(born, have, strict=True) if is_ours(text, keys))
     return [index for index in ahead if born[index] > ours]

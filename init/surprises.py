@@ -83,6 +83,13 @@ def _dns(config: Config, parsed: Parsed) -> Iterator[Surprise]:
             "the self-call rule for a proxy group has no exemption for port 53, unlike that for a proxy user: TCP DNS over "
             f"lo by group {config.proxy_gid} under another user than {config.proxy_uid} goes to Envoy inbound"
         )
+    elif config.tproxy and any(server.startswith("127.") for server in config.dns_servers_v4):
+        # Severe would be wrong: the injector passes no group, and its TPROXY proxy runs as user 0 with that group.
+        yield Surprise(
+            "the self-call rule for a proxy group has no exemption for port 53, unlike that for a proxy user: TCP DNS over "
+            f"lo by group {config.proxy_gid} as user 0, which is what TPROXY injection gives Envoy, goes to Envoy inbound",
+            severe=False,
+        )
     only_v6 = config.dns_servers_v6 and not config.dns_servers_v4 and not config.capture_all_dns
     if config.backend == "native-nft" and only_v6 and not config.ipv6:
         yield Surprise(

@@ -83,7 +83,9 @@ class Tools(NamedTuple):
                 "",
                 "Install the package iptables or nftables, or choose another --backend",
             )
-        words = [argv[0], *argv[1:], *([f"--wait={math.ceil(self.lock_wait)}"] if locks else [])]
+        # The tools count whole seconds; no option, or 0, is for ever.
+        wait = [f"--wait={max(1, math.ceil(self.lock_wait))}"] if locks else []
+        words = [argv[0], *argv[1:], *wait]
         environ = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", **self.environ}
         if locks and self.lock_file and not mount_lock:
             environ["XTABLES_LOCKFILE"] = self.lock_file
@@ -145,15 +147,17 @@ def advice(text: str) -> str:
     lowered = text.lower()
     if "permission denied" in lowered or "operation not permitted" in lowered:
         return "Run as root with NET_ADMIN and NET_RAW in the pod's network namespace"
+    if "can't open lock file" in lowered:
+        return "Make /run writable, name another file in XTABLES_LOCKFILE, or use --backend nft, which needs no lock"
     if "chain already exists" in lowered or "file exists" in lowered:
         return "Rules of an earlier run are there: use --reconcile or --cleanup-only"
     # Legacy iptables blames the table where it may read the kernel's lists but not change them.
-    if not _may_change_rules():
+    if not may_change_rules():
         return "Run as root with NET_ADMIN and NET_RAW in the pod's network namespace"
     return ""
 
 
-def _may_change_rules() -> bool:
+def may_change_rules() -> bool:
     """Whether this thread has CAP_NET_ADMIN and CAP_NET_RAW (bits 12 and 13, capability.h); true where it cannot be told."""
     try:
         with open("/proc/thread-self/status") as status:

@@ -44,12 +44,15 @@ class Restore:
         self.binaries, self.tools, self.comments = binaries, tools, comments
 
     @property
-    def kind(self) -> Kind:
-        return next(iter(self.binaries.values())).kind
+    def kinds(self) -> Mapping[Family, Kind]:
+        """Each family has its own: one of them may already have legacy rules. Without a tool it counts as IPv4 does."""
+        return {"ipv6": self.binaries["ipv4"].kind, **{family: one.kind for family, one in self.binaries.items()}}
 
     @property
     def name(self) -> str:
-        return "nft" if self.kind == "nft" else "legacy-restore"
+        """``nft``, ``legacy-restore``, or both with a comma where IPv4 has one and IPv6 the other."""
+        names = {"nft": "nft", "legacy": "legacy-restore"}
+        return ",".join(dict.fromkeys(names[self.kinds[family]] for family in NFT_FAMILIES))
 
     def dump(self, family: Family) -> state.Dump:
         """The present rules of a family; empty if nothing can be there.
@@ -57,7 +60,7 @@ class Restore:
         Raises:
             InitError: the save tool fails.
         """
-        if family not in self.binaries or not may_hold_rules(self.kind, family):
+        if family not in self.binaries or not may_hold_rules(self.kinds[family], family):
             return state.Dump()
         binary = self.binaries[family]
         result = self.tools.run([f"{binary.name}-save"])
@@ -67,7 +70,7 @@ class Restore:
 
     def ages(self, family: Family, table: str, chain: str) -> list[int]:
         """nft's handles of the rules of a chain, in order; they grow. Empty where there are none (legacy)."""
-        if self.kind != "nft" or not self.tools.find("nft"):
+        if self.kinds[family] != "nft" or not self.tools.find("nft"):
             return []
         result = self.tools.run(["nft", "-j", "list", "chain", NFT_FAMILIES[family], table, chain])
         if result.code:

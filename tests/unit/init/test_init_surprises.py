@@ -80,6 +80,11 @@ def test_plain_settings_pass_strict_in_silence(name: str, args: list[str], env: 
 NOTES = [
     ("excluded ports beside a list", ["-b", "80", "-d", "15020"], "excluded inbound ports are ignored"),
     ("two proxy users", ["-u", "1,2"], "only the first can call its own service"),
+    (
+        "TPROXY and a resolver on lo",
+        ["-m", "TPROXY", "-b", "*", "--redirect-dns", "--dns-servers=127.0.0.53"],
+        "as user 0, which is what TPROXY injection gives Envoy",
+    ),
     ("no server to capture", ["--redirect-dns", "--dns-servers="], "DNS capture disabled"),
 ]
 

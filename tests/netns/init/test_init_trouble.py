@@ -1,0 +1,274 @@
+"""What a run meets in a pod that is not as it should be: killed runs, mixed back ends, foreign chains, missing rights."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from init_pod import DEFAULT, HERE, PEER, Net, ask, listen
+
+from init import edits, libiptc, xtables
+
+pytestmark = pytest.mark.root
+
+ROOT = Path(__file__).parents[3]
+XTABLES = ("legacy", "legacy-restore", "nft")
+QUIET = "--log_output_level=error"
+xtables_backends = pytest.mark.parametrize("backend", XTABLES)
+
+
+def tool(backend: str, family: str = "ipv4") -> str:
+    return f"{'iptables' if family == 'ipv4' else 'ip6tables'}-{backend.removesuffix('-restore')}"
+
+
+# --- killed in the middle -------------------------------------------------------------------
+
+
+def killed_after(pods: Net, changes: int, *args: str) -> None:
+    """A run that ends by SIGKILL right after that many documents were applied, guards included."""
+
+    def body(_: int) -> None:
+        done = 0
+
+        def counting(real: Callable[..., None]) -> Callable[..., None]:
+            def change(self: xtables.Restore, wanted: xtables.Changes) -> None:
+                nonlocal done
+                real(self, wanted)
+                done += 1
+                if done == changes:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            return change
+
+        for kind in (xtables.Restore, libiptc.LibIPTC):
+            kind.change = counting(kind.change)  # type: ignore[method-assign]
+        HERE.init(*args)
+
+    pid, reader = pods.pod.fork(body)
+    os.close(reader)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+
+
+@xtables_backends
+@pytest.mark.parametrize("changes", [1, 2])
+def test_after_a_kill_in_the_middle_nothing_passes_and_the_next_run_mends(
+    backend: str, changes: int, pods: Net
+) -> None:
+    """1: the guards stand, the rules are still the old ones. 2: the rules are right already, only the guards are left."""
+    args = [*DEFAULT, "--ipv6=off", f"--backend={backend}", "--json"]
+    assert pods.pod.init(*args).code == 0
+    pods.pod.serve(listen(15001), uid=1337)
+    pods.pod.tool(tool(backend), "-t", "nat", "-F", "ISTIO_OUTPUT")
+    killed_after(pods, changes, *args, "--reconcile")
+    assert pods.pod.tool(tool(backend), "-S", "OUTPUT").splitlines()[1:] == [
+        "-A OUTPUT -p udp -j DROP",
+        "-A OUTPUT -p tcp -j DROP",
+    ]
+    seen = pods.pod.init(*args)
+    assert seen.code == 1, "the guards are left: nothing of this pod works"
+    assert "ipv4 filter OUTPUT unexpected" in seen.err
+    run = pods.pod.init(*args, "--reconcile")
+    assert (run.code, run.document["action"]) == (0, "reconciled")
+    assert pods.pod.tool(tool(backend), "-S").splitlines() == [
+        f"-P {chain} ACCEPT" for chain in ("INPUT", "FORWARD", "OUTPUT")
+    ]
+    assert pods.pod.call(ask(PEER[4], 80), uid=1000)["listener"] == 15001
+    assert pods.pod.init(*args).document["action"] == "unchanged"
+
+
+@xtables_backends
+@pytest.mark.parametrize("named", [True, False])
+def test_cleanup_takes_the_guards_of_a_killed_run(backend: str, named: bool, pods: Net) -> None:
+    args = [*DEFAULT, "--ipv6=on", f"--backend={backend}"]
+    assert pods.pod.init(*args).code == 0
+    pods.pod.tool(tool(backend), "-A", "INPUT", "-s", "192.0.2.1/32", "-j", "DROP")
+    before = pods.pod.tool(tool(backend), "-S")
+    pods.pod.tool(tool(backend), "-t", "nat", "-F", "ISTIO_OUTPUT")
+    killed_after(pods, 1, *args, "--reconcile")
+    assert pods.pod.init(*(args if named else DEFAULT), "--cleanup-only").code == 0
+    assert pods.pod.tool(tool(backend), "-S") == before
+
+
+@xtables_backends
+def test_guards_are_no_obstacle_to_a_first_run(backend: str, pods: Net) -> None:
+    text = edits.document([edits.guard(xtables.state.Dump())])
+    pods.pod.tool(f"{tool(backend)}-restore", "--noflush", text=text)
+    assert pods.pod.init(*DEFAULT, "--ipv6=off", f"--backend={backend}").code == 0
+    assert "DROP" not in pods.pod.tool(tool(backend), "-S")
+
+
+# --- mixed back ends ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "names"), [("ipv4", "legacy-restore,nft"), ("ipv6", "nft,legacy-restore")])
+def test_each_family_keeps_its_back_end(family: str, names: str, pods: Net) -> None:
+    """One family has legacy rules already, the other has none: each is detected, read and mended by itself."""
+    pods.pod.tool(tool("legacy", family), "-A", "INPUT", "-p", "tcp", "--dport", "9", "-j", "DROP")
+    args = [*DEFAULT, "--ipv6=on", "--json"]
+    run = pods.pod.init(*args)
+    assert (run.code, run.document["action"], run.document["backend"]) == (0, "applied", names)
+    saved = pods.pod.save()
+    holding = {name for name, text in saved.items() if "ISTIO_OUTPUT" in text}
+    kinds = dict(zip(("ipv4", "ipv6"), names.replace("-restore", "").split(","), strict=True))
+    assert holding == {f"{tool(kind, version)}-save" for version, kind in kinds.items()}
+    again = pods.pod.init(*args)
+    assert (again.code, again.document["action"], again.document["warnings"]) == (0, "unchanged", [])
+    for version, kind in kinds.items():
+        pods.pod.tool(tool(kind, version), "-t", "nat", "-D", "OUTPUT", "-j", "ISTIO_OUTPUT")
+    mended = pods.pod.init(*args, "--reconcile")
+    assert {drift["family"] for drift in mended.document["drift"]} == {"ipv4", "ipv6"}
+    assert pods.pod.init(*args, "--run-validation").code == 0
+    assert pods.pod.init(*args, "--cleanup-only").code == 0
+    assert "ISTIO" not in "".join(pods.pod.save().values())
+
+
+# --- foreign chains -------------------------------------------------------------------------
+
+
+@xtables_backends
+def test_a_foreign_chain_that_decides_in_front_is_drift(backend: str, pods: Net) -> None:
+    args = [*DEFAULT, "--ipv6=off", f"--backend={backend}", "--json"]
+    assert pods.pod.init(*args).code == 0
+    for words in (
+        ["-N", "THEIRS"],
+        ["-A", "THEIRS", "-p", "tcp", "-j", "ACCEPT"],
+        ["-I", "OUTPUT", "1", "-j", "THEIRS"],
+    ):
+        pods.pod.tool(tool(backend), "-t", "nat", *words)
+    pods.pod.serve(listen(15001), uid=1337)
+    pods.peer.serve(listen(80), uid=0)
+    assert pods.pod.call(ask(PEER[4], 80), uid=1000)["listener"] == 80, "the foreign chain leaks"
+    seen = pods.pod.init(*args)
+    assert seen.code == 1
+    assert "ipv4 nat OUTPUT in-front" in seen.err
+    assert pods.pod.init(*args, "--reconcile").code == 0
+    assert pods.pod.call(ask(PEER[4], 80), uid=1000)["listener"] == 15001
+    assert pods.pod.init(*args).document["action"] == "unchanged"
+    assert "-A THEIRS -p tcp -j ACCEPT" in pods.pod.tool(tool(backend), "-t", "nat", "-S")
+
+
+KUBE = """\
+*nat
+:KUBE-SERVICES - [0:0]
+:KUBE-SVC-A - [0:0]
+:KUBE-SEP-B - [0:0]
+[7:420] -A PREROUTING -m comment --comment "kubernetes service portals" -j KUBE-SERVICES
+[11:660] -A OUTPUT -m comment --comment "kubernetes service portals" -j KUBE-SERVICES
+-A KUBE-SERVICES -d 10.96.0.1/32 -p tcp -m comment --comment "default/kubernetes:https -j ISTIO_OUTPUT" -m tcp --dport 443 -j KUBE-SVC-A
+-A KUBE-SVC-A -m statistic --mode random --probability 0.50000000000 -j KUBE-SEP-B
+-A KUBE-SEP-B -p tcp -m tcp -j DNAT --to-destination 10.244.0.5:6443
+COMMIT
+*filter
+:KUBE-FIREWALL - [0:0]
+[3:180] -A INPUT -j KUBE-FIREWALL
+-A INPUT -p udp -j DROP
+-A KUBE-FIREWALL ! -s 127.0.0.0/8 -d 127.0.0.0/8 -m conntrack ! --ctstate RELATED,ESTABLISHED,DNAT -j DROP
+COMMIT
+"""
+
+
+@xtables_backends
+def test_kube_proxy_rules_and_their_counters_survive(backend: str, pods: Net) -> None:
+    pods.pod.tool(f"{tool(backend)}-restore", "-c", text=KUBE)
+
+    def rules() -> list[str]:
+        text = pods.pod.tool(f"{tool(backend)}-save", "-c")
+        return [line for line in text.splitlines() if line.startswith(("[", ":KUBE"))]
+
+    before = rules()
+    args = [*DEFAULT, "-m", "TPROXY", "--ipv6=off", "-k", "veth9", "--drop-invalid", f"--backend={backend}"]
+    for extra in ([], [], ["--reconcile"], ["--force-apply"], ["--cleanup-only"]):
+        assert pods.pod.init(*args, *extra).code == 0, extra
+    assert rules() == before
+
+
+# --- rights and tools -----------------------------------------------------------------------
+
+
+def program(
+    pods: Net, *args: str, words: tuple[str, ...] = (), prefix: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["nsenter", f"--net=/run/netns/{pods.pod.name}", *prefix, sys.executable, *(words or ("-m", "init")), "-u", "1337", QUIET, *args],
+        capture_output=True, text=True, check=False, cwd=ROOT,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("args", [(), ("--cleanup-only",), ("--backend=legacy", "--cleanup-only"), ("--reconcile",)])
+def test_root_without_capabilities_is_told_so_in_one_line(args: tuple[str, ...], pods: Net) -> None:
+    assert pods.pod.init(*DEFAULT, "--ipv6=off", "--backend=legacy").code == 0
+    less = ("setpriv", "--bounding-set=-net_admin,-net_raw", "--inh-caps=-net_admin,-net_raw")
+    done = program(pods, "--ipv6=off", *args, prefix=less)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "Run as root with NET_ADMIN" in done.stderr
+    assert "kernel support" not in done.stderr, "the kernel lacks nothing"
+    assert "routes" not in done.stderr, "the rules come first"
+
+
+def test_cleanup_without_the_tool_is_no_success(pods: Net, tmp_path: Path) -> None:
+    assert pods.pod.init(*DEFAULT, "--ipv6=off", "--backend=legacy").code == 0
+    code = "import sys; from init import tools; tools._SBIN = (); from init.cli import main; sys.exit(main())"
+    prefix = ("env", f"PATH={tmp_path}", f"PYTHONPATH={ROOT}")
+    done = program(pods, "--ipv6=off", "--cleanup-only", words=("-c", code), prefix=prefix)
+    assert done.returncode == 1
+    assert "iptables-legacy-save is not installed" in done.stderr
+
+
+@pytest.mark.parametrize("backend", ["legacy", "legacy-restore", "nft", "native-nft"])
+def test_a_read_only_run_directory(backend: str, pods: Net) -> None:
+    script = 'mount -t tmpfs -o ro none /run; exec "$@"'
+    done = program(pods, "--ipv6=off", f"--backend={backend}", prefix=("unshare", "-m", "sh", "-c", script, "sh"))
+    if backend.endswith("nft"):
+        assert done.returncode == 0, done.stderr
+        return
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "Read-only file system" in done.stderr
+    assert "XTABLES_LOCKFILE" in done.stderr
+
+
+@pytest.mark.parametrize("backend", ["legacy", "legacy-restore"])
+def test_no_wait_is_not_for_ever(backend: str, pods: Net, tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with open(path, "w") as held:
+        import fcntl
+
+        fcntl.flock(held, fcntl.LOCK_EX)
+        run = pods.pod.init(
+            "--ipv6=off", QUIET, f"--backend={backend}", "--lock-wait=0s", env={"XTABLES_LOCKFILE": str(path)}
+        )
+    assert run.code == 1
+    assert f"cannot get the xtables lock {path} in 0s: held by pid {os.getpid()}" in run.err
+
+
+def test_a_table_that_no_kernel_has_is_refused_before_any_rule(pods: Net) -> None:
+    run = pods.pod.init("--ipv6=off", "-m", "TPROXY", "-b", "*", "-r", "4294967296", QUIET)
+    assert run.code == 1
+    assert "not from 1 to 4294967295" in run.err
+    assert "ISTIO" not in "".join(pods.pod.save().values())
+
+
+def test_no_time_is_the_cause_where_there_was_none(pods: Net) -> None:
+    run = pods.pod.init(*DEFAULT, "--ipv6=off", "--run-validation", env={"PROBE_TIMEOUT": "abc"})
+    assert run.code == 126
+    assert "Cause: no time: the probe timeout is 0s" in run.err
+
+
+# --- Docker ---------------------------------------------------------------------------------
+
+
+def test_capture_all_beside_docker_is_warned_of(pods: Net) -> None:
+    text = "*nat\n:DOCKER_OUTPUT - [0:0]\n-A OUTPUT -d 127.0.0.11/32 -j DOCKER_OUTPUT\nCOMMIT\n"
+    pods.pod.tool("iptables-nft-restore", "--noflush", text=text)
+    args = [*DEFAULT, "--ipv6=off", "--redirect-dns", "--backend=nft", "--json"]
+    run = pods.pod.init(*args, "--capture-all-dns")
+    assert run.code == 0
+    assert any("in a loop" in warning for warning in run.document["warnings"])
+    assert run.document["docker_resolver"] is False
