@@ -12,10 +12,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from . import environment, flags, native, restore, rules, surprises
+from . import edits, environment, flags, native, restore, rules, state, surprises
 from .config import DOCKER_RESOLVER, Config, from_flags, validate
 from .errors import InitError, UsageError
-from .log import Log, level_of, targets_of
+from .log import Log, level_of, opened, targets_of
 from .model import Rule
 
 
@@ -74,7 +74,7 @@ def _log(parsed: flags.Parsed) -> Log:
         as_json = flags.parse_bool(parsed.text("log_as_json") or "false")
     except ValueError as error:
         raise UsageError("invalid log option", str(error)) from None
-    return Log(level, as_json, targets_of(parsed.strings("log_target"), clean))
+    return Log(level, as_json, opened(targets_of(parsed.strings("log_target"), clean)))
 
 
 def _run(parsed: flags.Parsed, environ: Mapping[str, str], log: Log) -> int:
@@ -92,21 +92,25 @@ def _run(parsed: flags.Parsed, environ: Mapping[str, str], log: Log) -> int:
 
 
 def _dry_run(config: Config, environ: Mapping[str, str], log: Log) -> int:
+    document: dict[str, Any]
     if config.skip_rule_apply:
         return 0
     if DOCKER_RESOLVER in config.dns_servers_v4 and os.geteuid() == 0:
         from .program import tools_for, with_docker
 
         config = with_docker(config, tools_for(config, environ, log))
-    if config.backend == "native-nft":
+    if config.cleanup_only:
+        document, text = _cleanup_dry_run(config)
+    elif config.backend == "native-nft":
         built = native.build(config)
         text = native.script(built, config.comments, config.docker_resolver)
-        document: dict[str, Any] = {"backend": "native-nft", "script": text, "rules": _described(built, "inet")}
+        document = {"backend": "native-nft", "script": text, "rules": _described(built, "inet")}
     else:
         both = rules.build(config)
         text = restore.dry_run(both, config.comments)
         if config.dry_run_file:
-            _transcript(config, restore.document(both.ipv4), restore.document(both.ipv6))
+            ipv4, ipv6 = restore.document(both.ipv4), restore.document(both.ipv6)
+            _write_transcript(config, [*ipv4.splitlines(), *ipv6.splitlines()])
         described = _described(both.ipv4, "ipv4") + _described(both.ipv6, "ipv6")
         documents = {
             "ipv4": restore.document(both.ipv4, config.comments),
@@ -118,6 +122,39 @@ def _dry_run(config: Config, environ: Mapping[str, str], log: Log) -> int:
     sys.stdout.write(text)
     sys.stdout.flush()
     return 0
+
+
+def _cleanup_dry_run(config: Config) -> tuple[dict[str, Any], str]:
+    """What removes the rules of this configuration. A real run removes what it finds, other leftovers of ours included."""
+    if config.backend == "native-nft":
+        text = native.cleanup()
+        return {"backend": "native-nft", "script": text, "rules": []}, text
+    both = rules.build(config)
+    documents = {}
+    for family in ("ipv4", "ipv6"):
+        built = both.ipv4 if family == "ipv4" else both.ipv6
+        dump = state.Dump()
+        dump.tables = state.wanted(built)
+        documents[family] = edits.document(edits.cleanup(built, dump))
+    text = "".join(f"# {family}\n{document}" for family, document in documents.items() if document)
+    if config.dry_run_file:
+        _write_transcript(config, _cleanup_calls(both.ipv4, "iptables") + _cleanup_calls(both.ipv6, "ip6tables"))
+    return {"backend": config.backend, "documents": documents, "rules": []}, text
+
+
+def _cleanup_calls(built: Sequence[Rule], tool: str) -> list[str]:
+    """The reference's calls: jumps to our chains and rules of built-in ones from last to first, then our chains."""
+    calls = []
+    chains: dict[tuple[str, str], None] = {}
+    for rule in reversed(built):
+        ours, to = rule.chain.startswith(state.OURS), getattr(rule.target, "to", "")
+        if not ours or str(to).startswith(state.OURS):
+            calls.append(f"{tool} -t {rule.table} -D {rule.chain} {restore.body(rule)}")
+        if ours:
+            chains[rule.table, rule.chain] = None
+    for table, chain in chains:
+        calls += [f"{tool} -t {table} -F {chain}", f"{tool} -t {table} -X {chain}"]
+    return calls
 
 
 def _described(built: Sequence[Rule], family: str) -> list[dict[str, object]]:
@@ -135,9 +172,9 @@ def _described(built: Sequence[Rule], family: str) -> list[dict[str, object]]:
     ]
 
 
-def _transcript(config: Config, ipv4: str, ipv6: str) -> None:
+def _write_transcript(config: Config, calls: Sequence[str]) -> None:
     """What the reference's stub would have called (istio/istio: tools/istio-iptables/pkg/dependencies/stub.go)."""
-    lines = ["iptables-save", "ip6tables-save", *ipv4.splitlines(), *ipv6.splitlines(), "iptables-save"]
+    lines = ["iptables-save", "ip6tables-save", *calls, "iptables-save"]
     lines += ["ip6tables-save"] if config.ipv6 else []
     try:
         descriptor = os.open(config.dry_run_file, os.O_WRONLY | os.O_CREAT, 0o644)

@@ -236,12 +236,11 @@ def parse_duration(text: str) -> float:
 
 
 def parse_uint16(text: str) -> int:
-    """Go's strconv.ParseUint(s, 0, 16): decimal, 0x, 0o, 0b or a leading 0 for octal. Raises ValueError."""
-    import re
-
-    if not re.fullmatch(r"0[xX][0-9a-fA-F]+|0[oO]?[0-7]+|0[bB][01]+|0|[1-9][0-9]*", text):
+    """Go's strconv.ParseUint(s, 0, 16): decimal, 0x, 0o, 0b or a leading 0 for octal, ``_`` between digits. Raises ValueError."""
+    plain = re.sub(r"(?<=[0-9a-zA-Z])_(?=[0-9a-zA-Z])", "", text)
+    if not re.fullmatch(r"0[xX][0-9a-fA-F]+|0[oO]?[0-7]+|0[bB][01]+|0|[1-9][0-9]*", plain):
         raise ValueError(f"{text!r} is not a number from 0 to 65535")
-    digits = "0o" + text[1:] if re.fullmatch(r"0[0-7]+", text) else text
+    digits = "0o" + plain[1:] if re.fullmatch(r"0[0-7]+", plain) else plain
     value = int(digits, 0)
     if value > 0xFFFF:
         raise OverflowError(f"{text!r} is not a number from 0 to 65535")
@@ -334,7 +333,8 @@ def _assign(parsed: Parsed, flag: Flag, shown: str, text: str) -> None:
         kept = parsed.values[flag.name] if flag.name in parsed.given else ()
         assert isinstance(kept, tuple)
         assert isinstance(value, str)
-        value = (*kept, *value.split(","))
+        # A target is taken whole, as pflag's StringArray does: a path may hold a comma.
+        value = (*kept, value)
     parsed.values[flag.name] = value
     parsed.given.add(flag.name)
 

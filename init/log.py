@@ -11,6 +11,8 @@ import os
 import sys
 from collections.abc import Iterable
 
+from .errors import InitError
+
 LEVELS = {"none": 0, "fatal": 1, "error": 2, "warn": 3, "info": 4, "debug": 5}
 
 
@@ -62,7 +64,7 @@ class Log:
                 stream.write(text)
                 stream.flush()
             else:
-                descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                descriptor = _open(target)
                 try:
                     os.write(descriptor, text.encode())
                 finally:
@@ -85,7 +87,26 @@ def level_of(spec: str) -> int:
     return chosen
 
 
+def opened(targets: tuple[str, ...]) -> tuple[str, ...]:
+    """The targets, each file among them opened once, so that a bad path is an error before anything is done.
+
+    Raises:
+        InitError: a file that cannot be written.
+    """
+    for target in targets:
+        if target not in ("stdout", "stderr"):
+            try:
+                os.close(_open(target))
+            except OSError as error:
+                raise InitError(f"cannot write the log to {target!r}", error.strerror or str(error)) from None
+    return targets
+
+
 def targets_of(values: Iterable[str], keep_stdout_clean: bool) -> tuple[str, ...]:
     """Log targets; ``stdout`` becomes ``stderr`` where stdout carries a document."""
     chosen = ["stderr" if keep_stdout_clean and value == "stdout" else value for value in values]
     return tuple(dict.fromkeys(chosen)) or ("stderr",)
+
+
+def _open(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

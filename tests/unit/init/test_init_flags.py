@@ -123,7 +123,17 @@ def test_bad_durations_are_wrong_usage(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "port"),
-    [("15002", 15002), ("0", 0), ("65535", 65535), ("0x3A9A", 15002), ("0o17", 15), ("017", 15), ("0b11", 3)],
+    [
+        ("15002", 15002),
+        ("0", 0),
+        ("65535", 65535),
+        ("0x3A9A", 15002),
+        ("0o17", 15),
+        ("017", 15),
+        ("0b11", 3),
+        ("1_5002", 15002),
+        ("0x_3A9A", 15002),
+    ],
 )
 def test_probe_ports(text: str, port: int) -> None:
     assert value("probe_port", ["--iptables-probe-port", text]) == port
@@ -140,6 +150,9 @@ def test_probe_ports(text: str, port: int) -> None:
         (["--dry-run=maybe"], "invalid argument 'maybe' for --dry-run"),
         (["--iptables-probe-port=65536"], "invalid argument '65536'"),
         (["--iptables-probe-port=x"], "invalid argument 'x'"),
+        (["--iptables-probe-port=_1"], "invalid argument '_1'"),
+        (["--iptables-probe-port=1__5"], "invalid argument '1__5'"),
+        (["--lock-wait=-1s"], "-1s is negative"),
         (["--probe-timeout=5"], "invalid argument '5'"),
         (["--ipv6=maybe"], "not one of auto, on, off"),
         (["--backend=ebpf"], "not one of auto, legacy"),
@@ -238,6 +251,52 @@ def test_log_target_may_be_a_file(tmp_path: object) -> None:
     assert run.err == ""
     with open(path) as file:
         assert "PROXY_PORT=15001" in file.read()
+
+
+def test_log_target_is_taken_whole(tmp_path: object) -> None:
+    path = f"{tmp_path}/a,b"
+    assert init(["--dry-run", "--ipv6=off", f"--log_target={path}"]).code == 0
+    with open(path) as file:
+        assert "PROXY_PORT=15001" in file.read()
+
+
+@pytest.mark.parametrize("target", ["/nonexistent/log", "", "/"])
+def test_a_log_target_that_cannot_be_written_is_one_line(target: str) -> None:
+    run = init(["--dry-run", "--ipv6=off", f"--log_target={target}"])
+    assert (run.code, run.out) == (1, "")
+    assert f"cannot write the log to {target!r}" in run.err
+    assert run.err.count("\n") == 1
+
+
+def test_dry_run_of_cleanup_prints_what_removes_the_rules(tmp_path: object) -> None:
+    path = f"{tmp_path}/calls"
+    args = ["--dry-run", "--cleanup-only", "--ipv6=off", "-u", "1", "-k", "veth9", "-b", "80"]
+    run = init(args, {"DRY_RUN_FILE_PATH": path})
+    assert run.code == 0
+    chains = ["ISTIO_INBOUND", "ISTIO_REDIRECT", "ISTIO_IN_REDIRECT", "ISTIO_OUTPUT"]
+    assert run.out.splitlines() == [
+        "# ipv4",
+        "*nat",
+        "-D PREROUTING -p tcp -j ISTIO_INBOUND",
+        "-D PREROUTING -i veth9 -j RETURN",
+        "-D OUTPUT -j ISTIO_OUTPUT",
+        *(f"-F {chain}" for chain in chains),
+        *(f"-X {chain}" for chain in chains),
+        "COMMIT",
+    ]
+    with open(path) as file:
+        calls = file.read().splitlines()
+    assert calls[:2] == ["iptables-save", "ip6tables-save"]
+    assert (
+        calls[2]
+        == "iptables -t nat -D ISTIO_OUTPUT -o lo ! -d 127.0.0.1/32 -p tcp ! --dport 15008 -m owner --gid-owner 1 -j ISTIO_IN_REDIRECT"
+    )
+    assert "iptables -t nat -D PREROUTING -i veth9 -j RETURN" in calls
+    assert not any("--to-ports" in call for call in calls)
+    assert calls[-3:] == ["iptables -t nat -F ISTIO_REDIRECT", "iptables -t nat -X ISTIO_REDIRECT", "iptables-save"]
+    native = init([*args, "--native-nftables"]).out.splitlines()
+    assert [line.split()[0] for line in native] == ["add", "delete"] * 3
+    assert init([*args, "--json"]).out.count("ISTIO_OUTPUT") == 3
 
 
 def test_back_end_words_of_the_reference_mean_the_same() -> None:
