@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
+from agent.files import read_file
 from agent.wasm import fetch
 from agent.wasm.fetch import FetchError, Status
 from agent.wasm.options import WasmOptions
@@ -47,7 +48,8 @@ class Image:
 
 
 def find(url: str, secret: bytes, options: WasmOptions, *, insecure: bool, deadline: float) -> Image:
-    """The image that ``oci://HOST/NAME[:TAG][@DIGEST]`` names. ``secret`` is a Docker configuration, or empty.
+    """The image that ``oci://HOST/NAME[:TAG][@DIGEST]`` names. ``secret`` is a Docker configuration, or empty:
+    then that of the machine counts.
 
     Raises:
         FetchError: it cannot be had.
@@ -59,7 +61,7 @@ def find(url: str, secret: bytes, options: WasmOptions, *, insecure: bool, deadl
     for scheme in ("https", "http") if insecure or _is_local(host) else ("https",):
         base = f"{scheme}://{registry}/v2/{repository}"
         try:
-            return _manifest(base, reference, _login(secret, host), options, insecure, deadline)
+            return _manifest(base, reference, _login(secret, host, repository, options), options, insecure, deadline)
         except Status as status:
             raise FetchError(f"could not fetch manifest: {status}") from None
         except FetchError as error:
@@ -111,21 +113,48 @@ def _is_local(host: str) -> bool:
         return name == "localhost"
 
 
-def _login(secret: bytes, host: str) -> str:
-    """What a Docker configuration has for a registry, as basic credentials; empty if it has nothing."""
-    if not secret:
-        return ""
+def _login(secret: bytes, host: str, repository: str, options: WasmOptions) -> str:
+    """What a Docker configuration has for an image, as basic credentials; empty if it has nothing.
+
+    Without a secret it is the machine's own configuration, as for Docker (google/go-containerregistry:
+    pkg/authn/keychain.go); its credential helpers are not run.
+    """
     try:
-        auths = json.loads(secret)["auths"]
-        keys = (host, f"https://{host}", *(("https://index.docker.io/v1/",) if host in _DOCKER_HUB else ()))
-        entry: Mapping[str, Any] = next((auths[key] for key in keys if key in auths), {})
+        if secret:
+            auths: Mapping[str, Any] = json.loads(secret)["auths"]
+        else:
+            auths = _own_logins(options)
+        entry = _entry(auths, host, repository)
         if entry.get("auth"):
             return str(entry["auth"])
         if entry.get("username"):
             return base64.b64encode(f"{entry['username']}:{entry.get('password', '')}".encode()).decode()
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise FetchError("the image pulling secret is no Docker configuration") from None
+        what = "the image pulling secret" if secret else options.docker_config
+        raise FetchError(f"{what} is no Docker configuration") from None
     return ""
+
+
+def _own_logins(options: WasmOptions) -> Mapping[str, Any]:
+    try:
+        # Read each time: it may be mounted, and changed, while the agent runs.
+        content = read_file(options.docker_config) if options.docker_config else b"{}"
+    except OSError:
+        return {}
+    found: Mapping[str, Any] = json.loads(content).get("auths") or {}
+    return found
+
+
+def _entry(auths: Mapping[str, Any], host: str, repository: str) -> Mapping[str, Any]:
+    """The entry for the repository, else for its registry, whose key may be a URL."""
+    hub = ("https://index.docker.io/v1/",) if host in _DOCKER_HUB else ()
+    for key in (f"{host}/{repository}", host, *hub):
+        if key in auths:
+            return dict(auths[key])
+    for key in auths:
+        if key.removeprefix("https://").removeprefix("http://").partition("/")[0] == host:
+            return dict(auths[key])
+    return {}
 
 
 def _manifest(base: str, reference: str, login: str, options: WasmOptions, insecure: bool, deadline: float) -> Image:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 from dataclasses import dataclass
 
 from agent.environment import Environment
@@ -14,7 +15,10 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @dataclass(frozen=True)
 class WasmOptions:
-    """``insecure`` are hosts whose certificates are not checked (``*``: all); times are in seconds, sizes in bytes."""
+    """``insecure`` are hosts whose certificates are not checked (``*``: all); times are in seconds, sizes in bytes.
+
+    ``docker_config`` is the file with logins for images that come without a secret, empty for none.
+    """
 
     directory: str = DIRECTORY
     insecure: frozenset[str] = frozenset()
@@ -24,6 +28,7 @@ class WasmOptions:
     attempts: int = 5
     max_size: int = 256 << 20
     blocked: tuple[Network, ...] = ()
+    docker_config: str = ""
 
     def allows_insecure(self, host: str) -> bool:
         return "*" in self.insecure or host in self.insecure
@@ -45,7 +50,21 @@ def from_environment(env: Environment) -> WasmOptions:
         attempts=env.integer("WASM_HTTP_REQUEST_MAX_RETRIES", WasmOptions.attempts),
         max_size=env.integer("ISTIO_WASM_MAX_BINARY_SIZE_BYTES", WasmOptions.max_size),
         blocked=tuple(blocked),
+        docker_config=_docker_config(env),
     )
+
+
+def _docker_config(env: Environment) -> str:
+    """The file with this machine's logins to registries, empty if there is none: Docker's, else Podman's."""
+    home, docker = env.string("HOME"), env.string("DOCKER_CONFIG")
+    places = [os.path.join(docker, "config.json")] if docker else []
+    if not docker and home:
+        places.append(os.path.join(home, ".docker", "config.json"))
+    if env.string("REGISTRY_AUTH_FILE"):
+        places.append(env.string("REGISTRY_AUTH_FILE"))
+    elif env.string("XDG_RUNTIME_DIR"):
+        places.append(os.path.join(env.string("XDG_RUNTIME_DIR"), "containers", "auth.json"))
+    return next((place for place in places if os.path.exists(place)), "")
 
 
 def _words(text: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Checks across objects: what each of them cannot know by itself.
 
 The warnings follow what ``istioctl analyze`` tells (istio/istio: pkg/config/analysis/analyzers), as far as the
-lab acts on the objects; errors are kept for what would make a lab that cannot work.
+lab acts on the objects; errors are kept for what would make a lab that cannot work, and for what Istio refuses.
 """
 
 from __future__ import annotations
@@ -195,6 +195,7 @@ class _Checks:
 
     def service_entries(self) -> None:
         for entry in self._mesh.service_entries:
+            self._exports("ServiceEntry", entry.meta, entry.export_to)
             for index, namespace in enumerate(entry.export_to):
                 self._known_namespace("ServiceEntry", entry.meta, ("spec", "exportTo", index), namespace)
             if entry.workload_selector is not None:
@@ -213,6 +214,23 @@ class _Checks:
                     ("spec", "resolution"),
                     "resolution STATIC without endpoints: requests to it find no upstream",
                 )
+
+    def _exports(self, kind: str, meta: Meta, values: Sequence[str], *, selector: bool = False) -> None:
+        """Rules of exportTo (istio/istio: pkg/config/validation/validation.go: validateExportTo)."""
+        own = [meta.namespace if value == "." else value for value in values]
+        why = ""
+        if len(set(own)) < len(own):
+            why = f'"{next(value for value in own if own.count(value) > 1)}" is there twice ("." is the own namespace)'
+        elif "*" in own and len(own) > 1:
+            why = '"*" stands alone'
+        elif "~" in own and kind != "ServiceEntry":
+            why = f'"~" is for a ServiceEntry only, not for a {kind}'
+        elif "~" in own and len(own) > 1:
+            why = '"~" stands alone'
+        elif selector and own and own != [meta.namespace]:
+            why = "a rule with workloadSelector is of its own namespace only"
+        if why:
+            self._error(kind, meta, ("spec", "exportTo"), "bad exportTo", why)
 
     def _known_namespace(self, kind: str, meta: Meta, path: Sequence[str | int], name: str) -> None:
         if name not in (".", "*", "~") and name not in self._namespaces:
@@ -322,6 +340,9 @@ class _Checks:
 
     def destination_rules(self) -> None:
         for rule in self._mesh.destination_rules:
+            self._exports(
+                rule.kind, rule.meta, _words(rule.spec.get("exportTo")), selector="workloadSelector" in rule.spec
+            )
             host = str(rule.spec.get("host", ""))
             self._known_host(rule, ("spec", "host"), host)
             full = self._expand(host, rule.meta.namespace)
@@ -349,6 +370,7 @@ class _Checks:
             full = self._expand(str(rule.spec.get("host", "")), rule.meta.namespace)
             subsets[full] |= {str(subset.get("name")) for subset in _mappings(rule.spec.get("subsets"))}
         for service in self._mesh.virtual_services:
+            self._exports(service.kind, service.meta, _words(service.spec.get("exportTo")))
             for path, destination in _destinations(service.spec):
                 host = str(destination.get("host", ""))
                 self._known_host(service, (*path, "host"), host)
@@ -447,6 +469,10 @@ def locate_value(item: Item, *path: str) -> object:
 
 def _mappings(value: object) -> list[Mapping[str, object]]:
     return [entry for entry in value if isinstance(entry, Mapping)] if isinstance(value, list) else []
+
+
+def _words(value: object) -> list[str]:
+    return [str(entry) for entry in value] if isinstance(value, list) else []
 
 
 def _destinations(spec: Mapping[str, object]) -> list[tuple[tuple[str | int, ...], Mapping[str, object]]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, TypeVar
 
@@ -99,6 +99,7 @@ class Spec(BaseModel):
 
 
 S = TypeVar("S", bound=BaseModel)
+T = TypeVar("T")
 
 _TYPES = {
     "str": "a string",
@@ -237,6 +238,21 @@ def _host(value: str) -> str:
     return value
 
 
+def duplicate(values: Iterable[T]) -> T | None:
+    """The first value that is there a second time."""
+    seen: list[T] = []
+    for value in values:
+        if value in seen:
+            return value
+        seen.append(value)
+    return None
+
+
+def is_socket_path(text: str) -> bool:
+    """Whether ``unix://`` and a text name a Unix socket: an absolute path of a file, or ``@`` and an abstract name."""
+    return text.startswith("@") or (text.startswith("/") and not text.endswith("/"))
+
+
 def _ip(value: str) -> str:
     try:
         return str(ipaddress.ip_address(value))
@@ -305,6 +321,7 @@ def _timestamp(value: object) -> object:
 Port = Annotated[int, AfterValidator(_port)]
 DnsName = Annotated[str, AfterValidator(_dns_name)]
 DnsLabel = Annotated[str, AfterValidator(_dns_label)]
+MaybeLabel = Annotated[str, AfterValidator(lambda value: value and _dns_label(value))]
 Host = Annotated[str, AfterValidator(_host)]
 IPAddress = Annotated[str, AfterValidator(_ip)]
 ClusterIP = Annotated[str, AfterValidator(_ip_or_none)]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, field_validator
 
-from lab.manifests.schema.base import Host, Port, Spec, is_dns_label, words
+from lab.manifests.schema.base import Host, MaybeLabel, Port, Spec, is_dns_label, words
 from lab.manifests.schema.metadata import LabelKey
 
 STATUS = words("status")
@@ -50,6 +50,14 @@ class PortSelector(Spec):
 
 
 class Destination(Spec):
-    host: Annotated[str, Field(min_length=1)]
-    subset: str = ""
+    host: RouteHost
+    subset: MaybeLabel = ""
+
+    @field_validator("host")
+    @classmethod
+    def _one_host(cls, value: str) -> str:
+        if value == "*":
+            raise ValueError('"*" is no destination')
+        return value
+
     port: PortSelector | None = None

@@ -1,13 +1,14 @@
 """Connection pool settings, shared by DestinationRule and Sidecar.
 
-Source: istio/api: networking/v1alpha3/destination_rule.proto (ConnectionPoolSettings).
+Source: istio/api: networking/v1alpha3/destination_rule.proto (ConnectionPoolSettings);
+rules of istio/istio: pkg/config/validation/validation.go (validateConnectionPool).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lab.manifests.schema.base import Duration, PositiveDuration, Spec
 
@@ -29,8 +30,8 @@ class TCPSettings(Spec):
 
 
 class ConnectionKeepalive(Spec):
-    interval: Duration = 0.0
-    timeout: Duration = 0.0
+    interval: PositiveDuration
+    timeout: PositiveDuration
 
 
 class HTTPSettings(Spec):
@@ -44,7 +45,19 @@ class HTTPSettings(Spec):
     max_concurrent_streams: Count = 0
     http2_keep_alive: ConnectionKeepalive | None = Field(None, alias="http2KeepAlive")
 
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.use_client_protocol and self.h2_upgrade_policy == "UPGRADE":
+            raise ValueError("useClientProtocol and h2UpgradePolicy UPGRADE exclude each other")
+        return self
+
 
 class ConnectionPoolSettings(Spec):
     tcp: TCPSettings | None = None
     http: HTTPSettings | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.tcp is None and self.http is None:
+            raise ValueError("a connectionPool needs tcp or http")
+        return self

@@ -6,11 +6,12 @@ rules of istio/istio: pkg/config/validation/validation.go (ValidateDestinationRu
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from lab.manifests.schema.base import DnsName, Duration, PositiveDuration, Spec, words
+from lab.manifests.schema.base import DnsLabel, Duration, PositiveDuration, Spec, words
 from lab.manifests.schema.config import STATUS, ExportTo, PodSelector, PortSelector, RouteHost, one_of
 from lab.manifests.schema.connection_pool import ConnectionPoolSettings, Count
 from lab.manifests.schema.locality import LocalityLoadBalancerSetting, Percent
@@ -22,7 +23,14 @@ class RingHash(Spec):
 
 
 class MagLev(Spec):
-    table_size: Count = 0
+    table_size: Annotated[int, Field(lt=5000011)]
+
+    @field_validator("table_size")
+    @classmethod
+    def _prime(cls, value: int) -> int:
+        if value < 2 or any(value % divisor == 0 for divisor in range(2, math.isqrt(value) + 1)):
+            raise ValueError("maglev needs a prime number")
+        return value
 
 
 class CookieAttribute(Spec):
@@ -50,13 +58,15 @@ class ConsistentHashLB(Spec):
     def _whole(self) -> Self:
         one_of(self, "http_header_name", "http_cookie", "use_source_ip", "http_query_parameter_name", required=True)
         one_of(self, "ring_hash", "maglev")
+        if self.minimum_ring_size and (self.ring_hash is not None or self.maglev is not None):
+            raise ValueError("minimumRingSize is the old form of ringHash: only one of both, and not with maglev")
         return self
 
 
 class WarmupConfiguration(Spec):
     duration: PositiveDuration
     minimum_percent: Annotated[float, Field(ge=0, le=100)] | None = None
-    aggression: Annotated[float, Field(ge=1)] | None = None
+    aggression: Annotated[float, Field(gt=0)] | None = None
 
 
 class LoadBalancerSettings(Spec):
@@ -86,6 +96,12 @@ class OutlierDetection(Spec):
     min_health_percent: Percent = 0
     outlier_detection_http_error_codes: list[Annotated[int, Field(ge=100, le=599)]] = Field(default_factory=list)
 
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.consecutive_local_origin_failures and not self.split_external_local_origin_errors:
+            raise ValueError("consecutiveLocalOriginFailures needs splitExternalLocalOriginErrors")
+        return self
+
 
 class ClientTLSSettings(Spec):
     mode: Literal["DISABLE", "SIMPLE", "MUTUAL", "ISTIO_MUTUAL"] = "DISABLE"
@@ -105,6 +121,11 @@ class ClientTLSSettings(Spec):
             raise ValueError("mode ISTIO_MUTUAL uses Istio's own certificates: no files and no credentialName")
         if self.mode == "MUTUAL" and not self.credential_name and not (self.client_certificate and self.private_key):
             raise ValueError("mode MUTUAL needs clientCertificate and privateKey, or credentialName")
+        if self.mode in ("SIMPLE", "MUTUAL") and self.credential_name and (files or self.ca_crl):
+            raise ValueError("credentialName and files exclude each other")
+        credential = self.credential_name if self.mode == "SIMPLE" else ""
+        if self.insecure_skip_verify and (self.ca_certificates or self.subject_alt_names or credential):
+            raise ValueError("insecureSkipVerify takes nothing to verify the server with")
         return self
 
 
@@ -114,6 +135,12 @@ class PortTrafficPolicy(Spec):
     connection_pool: ConnectionPoolSettings | None = None
     outlier_detection: OutlierDetection | None = None
     tls: ClientTLSSettings | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if not (self.load_balancer or self.connection_pool or self.outlier_detection or self.tls):
+            raise ValueError(f"the settings of port {self.port.number} need at least one field")
+        return self
 
 
 class TunnelSettings(Spec):
@@ -144,6 +171,10 @@ class TrafficPolicy(Spec):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
+        if not any(getattr(self, name) for name in type(self).model_fields):
+            raise ValueError("a trafficPolicy needs at least one field")
+        if self.tunnel is not None and self.proxy_protocol is not None:
+            raise ValueError("tunnel and proxyProtocol exclude each other")
         ports = [entry.port.number for entry in self.port_level_settings]
         twice = [port for index, port in enumerate(ports) if port in ports[:index]]
         if twice:
@@ -152,7 +183,7 @@ class TrafficPolicy(Spec):
 
 
 class Subset(Spec):
-    name: DnsName
+    name: DnsLabel
     labels: Labels = Field(default_factory=dict)
     traffic_policy: TrafficPolicy | None = None
 

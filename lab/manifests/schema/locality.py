@@ -34,6 +34,12 @@ class LocalityLoadBalancerSetting(Spec):
     def _whole(self) -> Self:
         if self.distribute and (self.failover or self.failover_priority):
             raise ValueError("distribute excludes failover and failoverPriority")
+        topology = [f"topology.kubernetes.io/{part}" for part in ("region", "zone")] + ["topology.istio.io/subzone"]
+        if self.failover and set(topology) & set(self.failover_priority):
+            raise ValueError("failover excludes topology labels in failoverPriority")
+        for pair in self.failover:
+            if pair.from_ == pair.to or any(sign in pair.from_ + pair.to for sign in "/*"):
+                raise ValueError("failover is from one region to another, without zones and wildcards")
         for entry in self.distribute:
             if sum(entry.to.values()) != 100:
                 raise ValueError(f"the weights of distribute from {entry.from_} must add up to 100")

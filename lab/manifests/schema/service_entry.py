@@ -10,14 +10,17 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from lab.manifests.schema.base import Host, IPAddress, IPOrCIDR, Port, Spec, words
+from lab.manifests.protocol import of_istio_port
+from lab.manifests.schema.base import DnsLabel, Host, IPAddress, IPOrCIDR, Port, Spec, is_socket_path, words
 from lab.manifests.schema.config import STATUS, ExportTo, WorkloadSelector
 from lab.manifests.schema.metadata import Labels, Object
+
+_TELL_HOSTS_APART = words("HTTP HTTP2 GRPC GRPC-Web HTTP_PROXY HTTPS TLS")
 
 
 class ServiceEntryPort(Spec):
     number: Port
-    name: str
+    name: DnsLabel
     protocol: str = ""
     target_port: Port | None = None
 
@@ -56,8 +59,13 @@ class ServiceEntrySpec(Spec):
             raise ValueError("a wildcard host cannot be looked up: resolution DNS needs endpoints here")
         if self.resolution == "DNS_ROUND_ROBIN" and len(self.endpoints) > 1:
             raise ValueError("resolution DNS_ROUND_ROBIN takes one endpoint at most")
-        if self.resolution == "DYNAMIC_DNS" and not wildcard:
-            raise ValueError("resolution DYNAMIC_DNS is for wildcard hosts")
+        if self.resolution == "DYNAMIC_DNS":
+            self._looked_up()
+        if self.resolution not in ("NONE", "STATIC") and any("/" in address for address in self.addresses):
+            raise ValueError("addresses may be CIDRs with resolution NONE or STATIC only")
+        classes = {of_istio_port(port.protocol) for port in self.ports}
+        if self.resolution != "NONE" and len(self.hosts) > 1 and not classes <= _TELL_HOSTS_APART:
+            raise ValueError("several hosts need HTTP or TLS ports, or resolution NONE: nothing else tells them apart")
         for what, values in (
             ("port name", [port.name for port in self.ports]),
             ("port number", [port.number for port in self.ports]),
@@ -69,12 +77,32 @@ class ServiceEntrySpec(Spec):
         for endpoint in self.endpoints:
             if not endpoint.address:
                 raise ValueError("an endpoint needs an address")
+            if endpoint.address.startswith("unix://"):
+                self._socket(endpoint)
             for name in endpoint.ports:
                 if name not in names:
                     raise ValueError(
                         f'endpoint {endpoint.address} names port "{name}", which is none of the entry\'s ports'
                     )
         return self
+
+    def _looked_up(self) -> None:
+        """Rules of hosts that are looked up per request."""
+        if not all(host.startswith("*") for host in self.hosts):
+            raise ValueError("resolution DYNAMIC_DNS is for wildcard hosts")
+        if self.addresses or self.endpoints:
+            raise ValueError("resolution DYNAMIC_DNS takes no addresses and no endpoints")
+        for port in self.ports:
+            if of_istio_port(port.protocol) not in ("HTTP", "TLS", "GRPC", "HTTP2"):
+                raise ValueError(f"resolution DYNAMIC_DNS takes HTTP, HTTP2, GRPC and TLS ports; {port.number} is none")
+
+    def _socket(self, endpoint: WorkloadEntrySpec) -> None:
+        if self.resolution != "STATIC":
+            raise ValueError(f"endpoint {endpoint.address}: a Unix socket needs resolution STATIC")
+        if not is_socket_path(endpoint.address.removeprefix("unix://")):
+            raise ValueError(f"endpoint {endpoint.address}: a Unix socket is written unix:///PATH")
+        if endpoint.ports or len(self.ports) != 1:
+            raise ValueError(f"endpoint {endpoint.address}: with a Unix socket an entry has one port, and it no ports")
 
 
 class ServiceEntryAddress(Spec):

@@ -9,7 +9,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from lab.manifests.schema.base import Spec, is_dns_label, words
+from lab.manifests.addresses import is_address
+from lab.manifests.schema.base import Spec, duplicate, is_dns_label, is_socket_path, words
 from lab.manifests.schema.config import STATUS, Destination, WorkloadSelector
 from lab.manifests.schema.connection_pool import ConnectionPoolSettings
 from lab.manifests.schema.metadata import Object
@@ -49,6 +50,10 @@ class IstioIngressListener(Spec):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
+        if self.port.number == 0:
+            raise ValueError("an ingress port is 1 to 65535")
+        if self.bind and not is_address(self.bind):
+            raise ValueError("bind is an IP address")
         if self.default_endpoint:
             where, _, port = self.default_endpoint.rpartition(":")
             unix = self.default_endpoint.startswith("unix:///")
@@ -68,6 +73,20 @@ class IstioEgressListener(Spec):
     port: SidecarPort | None = None
     bind: str = ""
     capture_mode: CaptureMode = "DEFAULT"
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.port is None:
+            return self
+        socket = self.bind.startswith("unix://")
+        if self.port.number == 0:
+            if not socket or not is_socket_path(self.bind.removeprefix("unix://")):
+                raise ValueError("port 0 needs a bind of unix:///PATH")
+            if self.capture_mode == "IPTABLES":
+                raise ValueError("captureMode IPTABLES is not for Unix sockets")
+        elif self.bind and not is_address(self.bind):
+            raise ValueError("bind is an IP address" + (", or a Unix socket with port 0" if socket else ""))
+        return self
 
 
 class OutboundTrafficPolicy(Spec):
@@ -100,6 +119,10 @@ class SidecarSpec(Spec):
                 raise ValueError(
                     "an egress listener without port is the catch-all: there is one at most, and it comes last"
                 )
+        egress = [(entry.port.number or entry.bind) for entry in self.egress if entry.port is not None]
+        again = duplicate(egress)
+        if again is not None:
+            raise ValueError(f"egress port {again} is used twice")
         ports = [listener.port.number for listener in self.ingress]
         twice = [port for index, port in enumerate(ports) if port in ports[:index]]
         if twice:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from lab.manifests.schema.base import Duration, IPOrCIDR, Port, PositiveDuration, Spec, words
+from lab.manifests.schema.base import Duration, IPOrCIDR, MaybeLabel, Port, PositiveDuration, Spec, words
 from lab.manifests.schema.config import STATUS, Destination, ExportTo, RouteHost, one_of
 from lab.manifests.schema.metadata import LabelKey, Object
 from lab.manifests.schema.retry import HTTPRetry
@@ -20,6 +20,8 @@ Weight = Annotated[int, Field(ge=0)]
 
 
 def _regex(value: str) -> str:
+    if not value:
+        raise ValueError("it must not be empty")
     try:
         re.compile(value)  # Envoy's engine is RE2; what neither accepts is caught here
     except re.error as error:
@@ -30,7 +32,7 @@ def _regex(value: str) -> str:
 Regex = Annotated[str, AfterValidator(_regex)]
 
 
-class StringMatch(Spec):
+class PathMatch(Spec):
     exact: str | None = None
     prefix: str | None = None
     regex: Regex | None = None
@@ -41,32 +43,76 @@ class StringMatch(Spec):
         return self
 
 
-class HeaderOperations(Spec):
-    set: dict[str, str] = Field(default_factory=dict)
-    add: dict[str, str] = Field(default_factory=dict)
-    remove: list[str] = Field(default_factory=list)
+class StringMatch(PathMatch):
+    prefix: Annotated[str, Field(min_length=1)] | None = None
+
+
+class WithoutMatch(StringMatch):
+    """As :class:`StringMatch`; the regex ``*``, which is none, stands for presence."""
+
+    regex: Annotated[str, AfterValidator(lambda value: value if value == "*" else _regex(value))] | None = None
+
+
+def _header_name(value: str) -> str:
+    claim = value.lower().startswith("@request.auth.claims")
+    if not claim and value not in (":method", ":scheme", ":authority") and not re.fullmatch(_TOKEN, value):
+        raise ValueError("it is no name of a header")
+    return value
+
+
+def _own_header(value: str) -> str:
+    if not value or value.startswith(":") or value.lower() == "host":
+        raise ValueError("it is no header that can be changed")
+    return value
+
+
+def _own_header_or_authority(value: str) -> str:
+    return value if is_authority(value) else _own_header(value)
+
+
+def is_authority(name: str) -> bool:
+    """Whether a header is the one that holds the host."""
+    return name.lower() in ("host", ":authority")
+
+
+_TOKEN = r"[-!#$%&'*+.^_`|~0-9A-Za-z]+"  # RFC 9110, 5.6.2
+HeaderName = Annotated[str, AfterValidator(_header_name)]
+OwnHeader = Annotated[str, AfterValidator(_own_header)]
+OwnHeaderOrAuthority = Annotated[str, AfterValidator(_own_header_or_authority)]
+
+
+class RequestOperations(Spec):
+    set: dict[OwnHeaderOrAuthority, str] = Field(default_factory=dict)
+    add: dict[OwnHeaderOrAuthority, str] = Field(default_factory=dict)
+    remove: list[OwnHeader] = Field(default_factory=list)
+
+
+class ResponseOperations(Spec):
+    set: dict[OwnHeader, str] = Field(default_factory=dict)
+    add: dict[OwnHeader, str] = Field(default_factory=dict)
+    remove: list[OwnHeader] = Field(default_factory=list)
 
 
 class Headers(Spec):
-    request: HeaderOperations | None = None
-    response: HeaderOperations | None = None
+    request: RequestOperations | None = None
+    response: ResponseOperations | None = None
 
 
 class HTTPMatchRequest(Spec):
     name: str = ""
     stat_prefix: str = ""
-    uri: StringMatch | None = None
+    uri: PathMatch | None = None
     scheme: StringMatch | None = None
     method: StringMatch | None = None
     authority: StringMatch | None = None
-    headers: dict[str, StringMatch] = Field(default_factory=dict)
+    headers: dict[HeaderName, StringMatch] = Field(default_factory=dict)
     port: Port | None = None
     source_labels: dict[LabelKey, str] = Field(default_factory=dict)
     gateways: list[str] = Field(default_factory=list)
     query_params: dict[str, StringMatch] = Field(default_factory=dict)
     ignore_uri_case: bool = False
-    without_headers: dict[str, StringMatch] = Field(default_factory=dict)
-    source_namespace: str = ""
+    without_headers: dict[HeaderName, WithoutMatch] = Field(default_factory=dict)
+    source_namespace: MaybeLabel = ""
 
 
 class HTTPRouteDestination(Spec):
@@ -80,13 +126,17 @@ class HTTPRedirect(Spec):
     authority: str = ""
     port: Port | None = None
     derive_port: Literal["FROM_PROTOCOL_DEFAULT", "FROM_REQUEST_PORT"] | None = None
-    scheme: str = ""
+    scheme: Literal["", "http", "https"] = ""
     redirect_code: Literal[301, 302, 303, 307, 308] = 301
     prefix_rewrite: str = ""
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
         one_of(self, "port", "derive_port")
+        if self.uri and self.prefix_rewrite:
+            raise ValueError("uri and prefixRewrite exclude each other")
+        if not (self.uri or self.prefix_rewrite or self.authority or self.scheme or self.port or self.derive_port):
+            raise ValueError("a redirect needs uri, prefixRewrite, authority, scheme or port")
         return self
 
 
@@ -112,7 +162,7 @@ class Delegate(Spec):
 
 class RegexRewrite(Spec):
     match: Regex
-    rewrite: str = ""
+    rewrite: Annotated[str, Field(min_length=1)]
 
 
 class HTTPRewrite(Spec):
@@ -124,7 +174,30 @@ class HTTPRewrite(Spec):
     def _whole(self) -> Self:
         if self.uri and self.uri_regex_rewrite:
             raise ValueError("uri and uriRegexRewrite exclude each other")
+        if not (self.uri or self.uri_regex_rewrite or self.authority):
+            raise ValueError("a rewrite needs uri, uriRegexRewrite or authority")
         return self
+
+
+GrpcStatus = Literal[
+    "OK",
+    "CANCELLED",
+    "UNKNOWN",
+    "INVALID_ARGUMENT",
+    "DEADLINE_EXCEEDED",
+    "NOT_FOUND",
+    "ALREADY_EXISTS",
+    "PERMISSION_DENIED",
+    "RESOURCE_EXHAUSTED",
+    "FAILED_PRECONDITION",
+    "ABORTED",
+    "OUT_OF_RANGE",
+    "UNIMPLEMENTED",
+    "INTERNAL",
+    "UNAVAILABLE",
+    "DATA_LOSS",
+    "UNAUTHENTICATED",
+]
 
 
 class Percent(Spec):
@@ -143,7 +216,7 @@ class Abort(Spec):
     UNUSED = words("http2Error")
 
     http_status: Annotated[int, Field(ge=200, le=599)] | None = None
-    grpc_status: str | None = None
+    grpc_status: GrpcStatus | None = None
     percentage: Percent | None = None
 
     @model_validator(mode="after")
@@ -211,14 +284,34 @@ class HTTPRoute(Spec):
             raise ValueError("the weights of several destinations must not add up to 0")
         if self.mirror is not None and self.mirrors:
             raise ValueError("mirror and mirrors exclude each other")
-        if self.redirect is not None and self.rewrite is not None:
-            raise ValueError("redirect and rewrite exclude each other")
+        for word, other in (("redirect", self.redirect), ("directResponse", self.direct_response)):
+            if other is not None and self.rewrite is not None:
+                raise ValueError(f"{word} and rewrite exclude each other")
+            if other is not None and self.fault is not None:
+                raise ValueError(f"{word} and fault exclude each other")
+        by_prefix = all(entry.uri is None or entry.uri.prefix is not None for entry in self.match)
+        if self.redirect is not None and self.redirect.prefix_rewrite and not by_prefix:
+            raise ValueError("a redirect's prefixRewrite needs prefix matches")
+        operations = self.headers.request if self.headers else None
+        written = [*operations.set, *operations.add] if operations else []
+        hosts = sum(map(is_authority, written)) + bool(self.rewrite and self.rewrite.authority)
+        if hosts > 1:
+            raise ValueError("the authority is written more than once")
         return self
 
 
 class RouteDestination(Spec):
     destination: Destination
     weight: Weight = 0
+
+
+def _weighed(value: list[RouteDestination]) -> list[RouteDestination]:
+    if len(value) > 1 and sum(entry.weight for entry in value) == 0:
+        raise ValueError("the weights of several destinations must not add up to 0")
+    return value
+
+
+Targets = Annotated[list[RouteDestination], Field(min_length=1), AfterValidator(_weighed)]
 
 
 class L4MatchAttributes(Spec):
@@ -242,12 +335,17 @@ class TLSMatchAttributes(Spec):
 
 class TLSRoute(Spec):
     match: Annotated[list[TLSMatchAttributes], Field(min_length=1)]
-    route: Annotated[list[RouteDestination], Field(min_length=1)]
+    route: Targets
 
 
 class TCPRoute(Spec):
     match: list[L4MatchAttributes] = Field(default_factory=list)
-    route: Annotated[list[RouteDestination], Field(min_length=1)]
+    route: Targets
+
+
+def _covers(host: str, name: str) -> bool:
+    """Whether every name that ``name`` stands for is one that ``host`` stands for."""
+    return name.endswith(host[1:]) and len(name) >= len(host) if host.startswith("*") else host == name
 
 
 class VirtualServiceSpec(Spec):
@@ -266,9 +364,17 @@ class VirtualServiceSpec(Spec):
             raise ValueError("only a delegate (http routes, no gateways) has no hosts")
         if "*" in self.hosts and (not self.gateways or "mesh" in self.gateways):
             raise ValueError('host "*" is not allowed for sidecars (gateway mesh)')
-        twice = [host for index, host in enumerate(self.hosts) if host in self.hosts[:index]]
-        if twice:
-            raise ValueError(f'host "{twice[0]}" is written twice')
+        for index, host in enumerate(self.hosts):
+            for other in self.hosts[:index]:
+                if host == other:
+                    raise ValueError(f'host "{host}" is written twice')
+                if _covers(host, other) or _covers(other, host):
+                    raise ValueError(f'hosts "{other}" and "{host}" overlap')
+        if not self.hosts and any(route.delegate for route in self.http):
+            raise ValueError("a delegate (no hosts) cannot delegate further")
+        for name in {name for route in self.tls for match in route.match for name in match.sni_hosts}:
+            if not any(_covers(host, name) for host in self.hosts):
+                raise ValueError(f'SNI host "{name}" is within none of the hosts')
         return self
 
 

@@ -168,7 +168,7 @@ http:
   retries: {attempts: 5, perTryTimeout: 1s, retryOn: "5xx,503,reset", backoff: 30ms}
   fault: {delay: {percentage: {value: 50}, fixedDelay: 1s}, abort: {percentage: {value: 10}, httpStatus: 418}}
   mirrors: [{destination: {host: client, port: {number: 8080}}, percentage: {value: 12.5}}]
-  headers: {request: {add: {x-a: "1"}, set: {host: rewritten.example}}, response: {remove: [server]}}
+  headers: {request: {add: {x-a: "1"}, set: {x-b: "2"}}, response: {remove: [server]}}
   corsPolicy: {allowOrigins: [{exact: "https://a.example"}], allowMethods: [GET], maxAge: 1h, allowCredentials: true}
 - match: [{uri: {prefix: /old}}]
   redirect: {uri: /new, authority: new.example, redirectCode: 308, scheme: https, port: 8443}
@@ -187,7 +187,7 @@ tcp:
     "VirtualService",
     "tls",
     """
-hosts: [headless.b.svc.cluster.local]
+hosts: [headless.b.svc.cluster.local, one.example, "*.two.example"]
 tls:
 - match: [{port: 9444, sniHosts: [one.example, "*.two.example"]}]
   route: [{destination: {host: server.b.svc.cluster.local, port: {number: 9000}}}]

@@ -130,8 +130,9 @@ class Maker:
     def _maybe(self, chance: float) -> bool:
         return self.draw.random() < chance
 
-    def _exported(self) -> dict[str, Any]:
-        choices = (["."], ["~"], ["*"], ["two"], ["one", "two"], ["plain"])
+    def _exported(self, nobody: bool = False) -> dict[str, Any]:
+        # only what has hosts of its own can be exported to nobody
+        choices = (["."], ["~" if nobody else "."], ["*"], ["two"], ["one", "two"], ["plain"])
         return {"exportTo": self.draw.choice(choices)} if self._maybe(0.25) else {}
 
     def mesh(self) -> list[Document]:
@@ -156,7 +157,7 @@ class Maker:
         spec: dict[str, Any] = {"selector": {"app": app}, "ports": ports}
         if self._maybe(0.15):
             spec["clusterIP"] = "None"
-        export = self._exported().get("exportTo")
+        export = self._exported(nobody=True).get("exportTo")
         notes = {"annotations": {"networking.istio.io/exportTo": ",".join(export)}} if export else {}
         self.services.append((name, namespace, ports))
         return _object("Service", name, namespace, spec, **notes)
@@ -183,14 +184,15 @@ class Maker:
         spec["location"] = draw.choice(("MESH_EXTERNAL", "MESH_EXTERNAL", "MESH_INTERNAL"))
         if self._maybe(0.4):
             made_up = "203.0.113.0/29" if resolution == "NONE" else "240.250.0.7"
-            spec["addresses"] = [draw.choice((OUTSIDE["vendor"], made_up, "203.0.113.0/28"))]
+            block = "240.250.0.8" if resolution.startswith("DNS") else "203.0.113.0/28"
+            spec["addresses"] = [draw.choice((OUTSIDE["vendor"], made_up, block))]
         if resolution == "STATIC":
             spec["endpoints"] = [{"address": draw.choice((*OUTSIDE.values(), ADDRESSES["beta.two"]))}]
         elif resolution != "NONE" and self._maybe(0.3):
             spec["endpoints"] = [{"address": draw.choice(("other.example", "api.vendor.example"))}]
         elif resolution != "NONE" and host.startswith("made"):
             spec["endpoints"] = [{"address": "other.example"}]
-        spec |= self._exported()
+        spec |= self._exported(nobody=True)
         self.entries.append((host, list(ports.values())))
         return _object("ServiceEntry", f"e{number}", draw.choice((*NAMESPACES, "istio-system")), spec)
 
@@ -287,10 +289,8 @@ class Maker:
         if self._maybe(0.15):
             found["fault"] = {"abort": {"httpStatus": draw.choice((400, 503)), "percentage": {"value": 100}}}
         if self._maybe(0.2):
-            found["retries"] = {
-                "attempts": draw.choice((0, 2)),
-                "retryOn": draw.choice(("5xx", "connect-failure", "503")),
-            }
+            attempts, condition = draw.choice((0, 2)), draw.choice(("5xx", "connect-failure", "503"))
+            found["retries"] = {"attempts": attempts, **({"retryOn": condition} if attempts else {})}
         return found
 
     def _virtual_service(self, number: int) -> Document:

@@ -502,6 +502,58 @@ def test_a_pull_secret_opens_a_registry(secret: dict[str, str], tmp_path: Path, 
     run(job)
 
 
+@pytest.mark.parametrize("key", ["{host}", "https://{host}", "http://{host}/v2/", "{host}/private"])
+def test_without_a_secret_the_machines_own_logins_count(key: str, tmp_path: Path, site: Site) -> None:
+    async def job() -> None:
+        login = base64.b64encode(b"me:word").decode()
+        push(site, "private", [("c", b"{}"), (WASM_LAYER, MODULE)])
+        for path, page in list(site.pages.items()):
+
+            def guarded(request: Any, page: Any = page) -> Any:
+                if request.headers.get("Authorization") == f"Basic {login}":
+                    return page
+                return 401, {"WWW-Authenticate": 'Basic realm="http://registry.example"'}, b""
+
+            site.pages[path] = guarded
+        url = f"oci://{site.host}/private:v1"
+        config = tmp_path / "docker" / "config.json"
+        config.parent.mkdir()
+        config.write_text(json.dumps({"auths": {"other.example": {}, key.format(host=site.host): {"auth": login}}}))
+        own = from_environment(Environment({"DOCKER_CONFIG": str(config.parent)})).docker_config
+        assert own == str(config)
+        assert await Rig(tmp_path, docker_config=own).get(url) == MODULE
+        for other in ('{"credsStore": "x"}', '{"auths": {"other.example": {"auth": "eA=="}}}'):
+            config.write_text(other)
+            with pytest.raises(FetchError, match="status code 401"):
+                await Rig(tmp_path, docker_config=own).get(url)
+        config.write_text("rubbish")
+        with pytest.raises(FetchError, match=r"config\.json is no Docker configuration"):
+            await Rig(tmp_path, docker_config=own).get(url)
+
+    run(job)
+
+
+@pytest.mark.parametrize(
+    ("files", "env", "expected"),
+    [
+        (["d/config.json", "h/.docker/config.json"], {"DOCKER_CONFIG": "d", "HOME": "h"}, "d/config.json"),
+        (["h/.docker/config.json"], {"HOME": "h"}, "h/.docker/config.json"),
+        (["h/.docker/config.json", "a.json"], {"HOME": "h", "REGISTRY_AUTH_FILE": "a.json"}, "h/.docker/config.json"),
+        (["a.json"], {"HOME": "h", "REGISTRY_AUTH_FILE": "a.json", "XDG_RUNTIME_DIR": "x"}, "a.json"),
+        (["x/containers/auth.json"], {"XDG_RUNTIME_DIR": "x"}, "x/containers/auth.json"),
+        ([], {"DOCKER_CONFIG": "d", "HOME": "h", "XDG_RUNTIME_DIR": "x"}, ""),
+    ],
+)
+def test_where_this_machines_logins_are(
+    files: list[str], env: dict[str, str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in files:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("{}")
+    assert from_environment(Environment(env)).docker_config == expected
+
+
 def test_a_registry_cannot_send_the_agent_to_a_private_realm(tmp_path: Path, site: Site) -> None:
     async def job() -> None:
         site.serve(

@@ -258,10 +258,10 @@ def test_h2_upgrade() -> None:
         cluster(rule(f"host: {HOST}\ntrafficPolicy: {{connectionPool: {{http: {{h2UpgradePolicy: UPGRADE}}}}}}"))
     )
     assert upgraded["explicit_http_config"] == {"http2_protocol_options": {}}
-    client = rule(
-        f"host: {HOST}\ntrafficPolicy: {{connectionPool: {{http: {{h2UpgradePolicy: UPGRADE, useClientProtocol: true}}}}}}"
-    )
-    assert "use_downstream_protocol_config" in options(cluster(client))
+    mesh = mesh_config("h2UpgradePolicy: UPGRADE")
+    assert options(cluster(mesh))["explicit_http_config"] == {"http2_protocol_options": {}}
+    client = rule(f"host: {HOST}\ntrafficPolicy: {{connectionPool: {{http: {{useClientProtocol: true}}}}}}")
+    assert "use_downstream_protocol_config" in options(cluster(mesh, client))
 
 
 def test_retry_budget() -> None:

@@ -40,7 +40,7 @@ def host(name: str, address: str = "") -> str:
 def entry(name: str, spec: str, meta: str = "", tail: str = "") -> str:
     return (
         f"---\napiVersion: networking.istio.io/v1\nkind: ServiceEntry\n"
-        f"metadata: {{name: {name}, namespace: a{meta}}}\nspec: {{{spec}, ports: [{{number: 80, name: http}}]}}\n{tail}"
+        f"metadata: {{name: {name}, namespace: a{meta}}}\nspec: {{{spec}, ports: [{{number: 80, name: http, protocol: HTTP}}]}}\n{tail}"
     )
 
 

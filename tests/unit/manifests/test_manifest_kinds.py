@@ -217,7 +217,7 @@ apiVersion: networking.istio.io/v1beta1
 kind: ServiceEntry
 metadata: {name: ext}
 spec:
-  hosts: [a.example, "*.b.example"]
+  hosts: [a.example]
   addresses: [192.0.2.1/32, 198.51.100.0/24]
   location: MESH_INTERNAL
   resolution: STATIC
@@ -226,21 +226,27 @@ spec:
   ports: [{number: 80, name: http, protocol: http, targetPort: 8080}, {number: 443, name: tls}]
   endpoints:
   - {address: 192.0.2.9, ports: {http: 81}, labels: {v: "1"}, locality: r/z, weight: 5, serviceAccount: sa, network: net}
-  - {address: "unix:///run/x"}
+---
+apiVersion: networking.istio.io/v1
+kind: ServiceEntry
+metadata: {name: socket}
+spec:
+  hosts: [a.example, "*.b.example"]
+  resolution: STATIC
+  ports: [{number: 80, name: http, protocol: HTTP}]
+  endpoints: [{address: "unix:///run/x"}]
 ---
 apiVersion: networking.istio.io/v1
 kind: WorkloadEntry
 metadata: {name: vm, labels: {app: vm}}
 spec: {address: 192.0.2.10, serviceAccount: vm}
 """)
-    (entry,) = made.service_entries
+    entry, socket = made.service_entries
     assert entry.addresses == ("192.0.2.1", "198.51.100.0/24")
     assert entry.ports == (ServiceEntryPort(80, "http", "HTTP", 8080), ServiceEntryPort(443, "tls", "AUTO"))
     assert (entry.location, entry.resolution, entry.export_to) == ("MESH_INTERNAL", "STATIC", (".",))
-    assert entry.endpoints == (
-        WorkloadEndpoint("192.0.2.9", {"http": 81}, {"v": "1"}, "net", "r/z", 5, "sa"),
-        WorkloadEndpoint("unix:///run/x"),
-    )
+    assert entry.endpoints == (WorkloadEndpoint("192.0.2.9", {"http": 81}, {"v": "1"}, "net", "r/z", 5, "sa"),)
+    assert (socket.hosts, socket.endpoints) == (("a.example", "*.b.example"), (WorkloadEndpoint("unix:///run/x"),))
     assert entry.auto_addresses == {}
     assert made.workload_entries[0].endpoint == WorkloadEndpoint("192.0.2.10", service_account="vm")
     assert made.warnings == ()
@@ -330,7 +336,7 @@ apiVersion: networking.istio.io/v1alpha3
 kind: VirtualService
 metadata: {name: v}
 spec:
-  hosts: [web]
+  hosts: [web, a.example]
   http:
   - name: first
     match: [{uri: {prefix: /a}, headers: {x: {regex: a.*}}, withoutHeaders: {z: {}}}]
