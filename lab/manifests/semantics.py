@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from lab.manifests import analysis
 from lab.manifests.document import locate
 from lab.manifests.item import Item
 from lab.manifests.model import Mesh, Meta, Pod, RawConfig, Service, Sidecar, Source
@@ -32,6 +33,8 @@ def check(mesh: Mesh, items: Items, problems: Problems) -> None:
     checks.peer_authentications()
     checks.destination_rules()
     checks.virtual_services()
+    for found in analysis.findings(mesh):
+        checks.add(found)
     checks.links()
     checks.traffic_tests()
 
@@ -60,6 +63,9 @@ class _Checks:
 
     def _warn(self, kind: str, meta: Meta, path: Sequence[str | int], message: str) -> None:
         self._problems.warn(self._at(kind, meta, *path), f"{_subject(kind, meta)}: {message}".rstrip())
+
+    def add(self, found: analysis.Finding) -> None:
+        self._warn(found.kind, found.meta, found.path, found.message)
 
     def _error(
         self, kind: str, meta: Meta, path: Sequence[str | int], what: str, why: str, next_step: str = ""
@@ -323,8 +329,7 @@ class _Checks:
                 self._warn("PeerAuthentication", meta, ("spec", "selector"), "it selects no pod")
 
     def _expand(self, host: str, namespace: str) -> str:
-        """A host of a rule in full: a name without a dot is a service of the rule's namespace."""
-        return host if "." in host or host.startswith("*") else f"{host}.{namespace}.svc.{self._mesh.domain_suffix}"
+        return analysis.full_name(host, namespace, self._mesh.domain_suffix)
 
     def _known_host(self, config: RawConfig, path: Sequence[str | int], host: str) -> None:
         full = self._expand(host, config.meta.namespace)
