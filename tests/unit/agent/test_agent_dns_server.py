@@ -212,6 +212,19 @@ def test_a_truncated_udp_answer_is_whole_over_tcp(tmp_path: Path) -> None:
     run(job)
 
 
+def test_what_was_asked_over_tcp_first_is_still_cut_for_udp(tmp_path: Path) -> None:
+    async def job() -> None:
+        async with Served(tmp_path, []) as served:
+            await served.server.update(name_table(42))
+            query = question(HOST)
+            assert len(texts(await served.ask_tcp(query))) == 42
+            short = await served.ask(query)
+            assert short.flags & dns.flags.TC
+            assert len(texts(short)) < 42
+
+    run(job)
+
+
 def test_several_questions_on_one_tcp_connection(tmp_path: Path) -> None:
     async def job() -> None:
         async with Served(tmp_path, []) as served:

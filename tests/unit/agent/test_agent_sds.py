@@ -327,6 +327,35 @@ def test_only_watching_streams_get_a_push(tmp_path: Path) -> None:
     run(job)
 
 
+def test_a_request_without_a_nonce_asks_for_everything_again(tmp_path: Path) -> None:
+    async def job() -> None:
+        async with Authority(Issuer()) as authority, SDSRig(tmp_path, options(authority)) as rig:
+            call, _ = await rig.ask(DEFAULT, ROOT)
+            again = discovery_pb2.DiscoveryRequest(type_url=SECRET_TYPE, resource_names=[DEFAULT, ROOT])
+            await call.write(again)
+            assert set(secrets_of(await call.read())) == {DEFAULT, ROOT}
+
+    run(job)
+
+
+def test_who_asks_for_a_new_root_gets_it_once(tmp_path: Path) -> None:
+    async def job() -> None:
+        async with Authority(Issuer()) as authority, SDSRig(tmp_path, options(authority)) as rig:
+            await rig.secrets.generate(DEFAULT)
+            rig.secrets._drop_workload()
+            authority.issuer = Issuer("other")
+            pushed: list[str] = []
+            rig.secrets.on_change(pushed.append, lambda: True)
+            assert (await rig.secrets.generate(ROOT)).root == authority.issuer.pem.encode()
+            assert pushed == []
+            rig.secrets._drop_workload()
+            authority.issuer = Issuer("third")
+            await rig.secrets.generate(DEFAULT)
+            assert pushed == [ROOT]
+
+    run(job)
+
+
 def test_pushes_and_answers_at_once_share_a_stream(tmp_path: Path) -> None:
     async def job() -> None:
         async with Authority(Issuer()) as authority, SDSRig(tmp_path, options(authority)) as rig:

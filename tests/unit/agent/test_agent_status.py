@@ -500,6 +500,20 @@ def test_probes_with_odd_targets() -> None:
     run(job)
 
 
+def test_hooks_of_the_applications_life_are_passed_on_too() -> None:
+    async def job() -> None:
+        async with RawApp(whole(b"bye")) as app:
+            probers = parse_probers(
+                json.dumps({"/app-lifecycle/a/prestopz": {"httpGet": {"port": app.port, "path": "/stop"}}})
+            )
+            async with Rig(probers=probers) as rig:
+                assert (await rig.get("/app-lifecycle/a/prestopz")).body == b"bye"
+                assert (await rig.get("/app-lifecycle/a/poststartz")).status == 400
+            assert app.asked[0].startswith(b"GET /stop ")
+
+    run(job)
+
+
 def test_a_request_may_name_a_whole_url() -> None:
     async def job() -> None:
         async with Rig() as rig:
