@@ -233,8 +233,8 @@ class SecretManager:
 
     async def _pair_file(self, chain: str, key: str, name: str) -> Secret:
         def load() -> tuple[bytes, bytes]:
-            # Also checks that the key belongs to the certificate.
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(chain, key)
+            # Also checks that the key belongs to the certificate. OpenSSL would ask at a terminal for a lacking password.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(chain, key, password="")
             return read_file(chain), read_file(key)
 
         chain_pem, key_pem = await self._read_with_retries(load, chain)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from agent.watch import FileWatcher
 from agent.xds_proxy import server_options
 
 DEADLINE = 20.0
+ROOT_DIRECTORY = Path(__file__).resolve().parents[3]
 IDENTITY = "spiffe://cluster.local/ns/default/sa/reviews"
 
 
@@ -596,6 +599,41 @@ def test_a_key_that_does_not_fit_is_waited_for(tmp_path: Path) -> None:
         await secrets.close()
 
     run(job)
+
+
+ENCRYPTED_KEY = """
+import asyncio, fcntl, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from agent import secrets
+from agent.metrics import Metrics
+from agent.security import SecurityOptions
+secrets.FILE_TIMEOUT_SECONDS = 0.0
+manager = secrets.SecretManager(SecurityOptions("spiffe://a/ns/b/sa/c", "x:15010"), None, Metrics())
+try:
+    asyncio.run(manager.generate("file-cert:chain.pem~key.pem"))
+except secrets.SecretError as error:
+    print(error)
+"""
+
+
+def test_a_key_with_a_password_is_an_error_and_no_question_at_the_terminal(tmp_path: Path) -> None:
+    pem, chain = Issuer().pair("x.example")
+    key: Any = serialization.load_pem_private_key(pem, None)
+    locked = serialization.BestAvailableEncryption(b"secret")
+    (tmp_path / "key.pem").write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, locked)
+    )
+    (tmp_path / "chain.pem").write_bytes(chain)
+    ours, theirs = os.openpty()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", ENCRYPTED_KEY], stdin=theirs, capture_output=True, text=True, timeout=DEADLINE,
+            cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT_DIRECTORY)}, start_new_session=True, check=True,
+        )  # fmt: skip
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert done.stdout.startswith("failed to load chain.pem")
 
 
 def test_output_certificates(tmp_path: Path) -> None:
