@@ -9,6 +9,7 @@ import ctypes
 import ipaddress
 import logging
 import socket
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -76,6 +77,29 @@ def interface_addresses() -> list[InterfaceAddress]:
     finally:
         libc.freeifaddrs(head)
     return found
+
+
+def settled_addresses(
+    read: Callable[[], list[InterfaceAddress]] = interface_addresses, pause: float = 0.1, limit: float = 120.0
+) -> list[InterfaceAddress]:
+    """What `read` gives once no interface has an unspecified address: one that is still being set up has.
+
+    Args:
+        pause: seconds between two looks; the kernel's events need a netlink socket, and this is rare.
+        limit: seconds after which what is there counts.
+
+    Raises:
+        OSError: getifaddrs failed.
+    """
+    deadline = time.monotonic() + limit
+    while True:
+        found = read()
+        unsettled = any(
+            item.address.is_unspecified and item.flags & IFF_UP and not item.flags & IFF_LOOPBACK for item in found
+        )
+        if not unsettled or time.monotonic() >= deadline:
+            return found
+        time.sleep(pause)
 
 
 def _usable(address: IPAddress) -> IPAddress | None:

@@ -152,7 +152,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str]) -> ProxyOptions:
     if parsed.string("templateFile") and not config.custom_config_file:
         config.proxy_bootstrap_template_path = parsed.string("templateFile")
     excluded = [name for name in (annotations or {}).get(EXCLUDE_INTERFACES, "").split(",") if name]
-    addresses = network.proxy_addresses(environment.string("INSTANCE_IP"), network.interface_addresses(), excluded)
+    addresses = network.proxy_addresses(environment.string("INSTANCE_IP"), network.settled_addresses(), excluded)
     return ProxyOptions(
         proxy_type=proxy_type,
         domain=dns_domain(environment.string("POD_NAMESPACE"), parsed.string("domain")),

@@ -250,7 +250,7 @@ def construct(
         service_cluster: used when a layer sets an empty serviceCluster.
         concurrency: overrides the concurrency if not 0.
         cpu_limit: used as concurrency if no layer sets one.
-        resolve_statsd: turns ``host:port`` into ``address:port``; raises OSError.
+        resolve_statsd: turns ``host:port`` into ``address:port``; raises OSError or ValueError.
 
     Raises:
         AgentError: a layer cannot be parsed, or the result is not valid.
@@ -275,7 +275,7 @@ def construct(
     if config.statsd_udp_address and resolve_statsd is not None:
         try:
             config.statsd_udp_address = resolve_statsd(config.statsd_udp_address)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             log.warning("resolve StatsdUdpAddress failed: %s", error)
             config.statsd_udp_address = ""
     problems = validate(config)

@@ -84,6 +84,16 @@ def test_this_machines_own_loopback_is_found() -> None:
         (["10.0.0.1", "fd00::1"], False, False),
     ],
 )
+def test_an_interface_without_an_address_yet_is_waited_for() -> None:
+    early, late = interface("eth0", "0.0.0.0"), interface("eth0", "10.0.0.1")
+    looks = [[LO, early], [early, interface("eth1", "10.0.0.2")], [LO, late]]
+    assert network.settled_addresses(lambda: looks.pop(0), pause=0.0) == [LO, late]
+    assert looks == []
+    # One that is down, or that never gets one, is not.
+    assert network.settled_addresses(lambda: [interface("eth0", "::", flags=0)]) != []
+    assert network.settled_addresses(lambda: [early], pause=0.0, limit=0.0) == [early]
+
+
 def test_address_families(addresses: list[str], ipv4: bool, ipv6: bool) -> None:
     assert network.all_ipv4(addresses) is ipv4
     assert network.all_ipv6(addresses) is ipv6

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agent import proxy_config
+from agent import network, proxy_config
 from agent.errors import AgentError
 from agent.proxy_config import construct, merge, to_dict
 
@@ -219,6 +219,14 @@ def test_statsd_is_resolved_or_cleared() -> None:
     layer = "statsdUdpAddress: statsd:9125"
     assert construct(None, layer, {}, resolve_statsd=resolves).statsd_udp_address == "10.1.1.1:9125"
     assert construct(None, layer, {}, resolve_statsd=fails).statsd_udp_address == ""
+
+
+@pytest.mark.parametrize("address", ["garbage", "a..b:8125", "localhost:port"])
+def test_statsd_addresses_that_cannot_be_resolved_are_cleared(address: str) -> None:
+    def resolve(text: str) -> str:
+        return network.resolve(text, proxy_config.split_host_port)
+
+    assert construct(None, f"statsdUdpAddress: '{address}'", {}, resolve_statsd=resolve).statsd_udp_address == ""
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "just text", "defaultConfig: 3"])
