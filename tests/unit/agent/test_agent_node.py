@@ -75,15 +75,6 @@ def test_this_machines_own_loopback_is_found() -> None:
     assert any(str(item.address) == "127.0.0.1" and item.flags & IFF_LOOPBACK for item in found)
 
 
-@pytest.mark.parametrize(
-    ("addresses", "ipv4", "ipv6"),
-    [
-        ([], True, False),
-        (["10.0.0.1"], True, False),
-        (["fd00::1"], False, True),
-        (["10.0.0.1", "fd00::1"], False, False),
-    ],
-)
 def test_an_interface_without_an_address_yet_is_waited_for() -> None:
     early, late = interface("eth0", "0.0.0.0"), interface("eth0", "10.0.0.1")
     looks = [[LO, early], [early, interface("eth1", "10.0.0.2")], [LO, late]]
@@ -94,6 +85,15 @@ def test_an_interface_without_an_address_yet_is_waited_for() -> None:
     assert network.settled_addresses(lambda: [early], pause=0.0, limit=0.0) == [early]
 
 
+@pytest.mark.parametrize(
+    ("addresses", "ipv4", "ipv6"),
+    [
+        ([], True, False),
+        (["10.0.0.1"], True, False),
+        (["fd00::1"], False, True),
+        (["10.0.0.1", "fd00::1"], False, False),
+    ],
+)
 def test_address_families(addresses: list[str], ipv4: bool, ipv6: bool) -> None:
     assert network.all_ipv4(addresses) is ipv4
     assert network.all_ipv6(addresses) is ipv6
