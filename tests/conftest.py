@@ -35,6 +35,8 @@ def as_user() -> Callable[[int], list[str]]:
 
 THREADED = ("discovery",)
 """Rooms below tests/netns whose tests run gRPC in this process."""
+FORKING = ("test_agent_envoy.py",)
+"""Files elsewhere that fork this process."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -50,4 +52,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _forks(item: pytest.Item) -> bool:
     parts = item.path.parts
-    return "netns" in parts and not any(room in parts for room in THREADED)
+    return item.path.name in FORKING or ("netns" in parts and not any(room in parts for room in THREADED))

@@ -62,13 +62,14 @@ class Leash:
 def run(options: Options, lab_id: str, zygote: launch.Launched) -> int:
     """Runs one lab to its end."""
     null = os.open(os.devnull, os.O_RDWR)
-    reports = os.fdopen(os.dup(1), "w", buffering=1)
+    reports = os.fdopen(os.dup(1), "wb", buffering=0)  # nothing is left to be written when nobody reads any more
     os.dup2(null, 1)  # what is printed by accident must not look like a report
 
     def say(message: Mapping[str, object]) -> None:
         with suppress(OSError, ValueError):
-            reports.write(json.dumps(message, default=str) + "\n")
-            reports.flush()
+            left = memoryview(json.dumps(message, default=str).encode() + b"\n")
+            while left:
+                left = left[reports.write(left) :]
 
     def let_go() -> None:
         """Detached: nothing of whoever started us stays open."""
