@@ -269,7 +269,9 @@ def construct(
         log.warning("legacy --concurrency=%d flag detected; prefer to use ProxyConfig", concurrency)
         config.concurrency.value = concurrency
     if config.concurrency.value == 0 and cpu_limit < (os.cpu_count() or 1):
-        log.debug("concurrency is 0: one worker per CPU (%s)", os.cpu_count())
+        # Istio also warns where there is no limit at all, which is no trouble on a machine of one's own.
+        level = logging.WARNING if cpu_limit else logging.DEBUG
+        log.log(level, "concurrency is 0: one worker per CPU (%s), but the CPU limit is %d", os.cpu_count(), cpu_limit)
     if config.WhichOneof("cluster_name") == "service_cluster" and not config.service_cluster:
         config.service_cluster = service_cluster
     if config.statsd_udp_address and resolve_statsd is not None:

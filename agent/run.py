@@ -71,7 +71,8 @@ def dry_run(options: ProxyOptions) -> dict[str, Any]:
 
 def bootstrap_path(options: ProxyOptions) -> str:
     """Where the generated bootstrap goes."""
-    return os.path.join(options.config.config_path, "envoy-rev.json")
+    # Without "./", as Go's path.Join gives it.
+    return os.path.normpath(os.path.join(options.config.config_path, "envoy-rev.json"))
 
 
 class Agent:

@@ -46,7 +46,7 @@ def test_dry_run_is_one_json_document_and_starts_nothing(tmp_path: Path) -> None
     assert document["node"]["id"] == "sidecar~10.244.1.7~reviews-1.default~default.svc.cluster.local"
     assert document["node"]["metadata"] == document["bootstrap"]["node"]["metadata"]
     assert document["proxy_config"]["concurrency"] == 2
-    assert document["envoy_args"][:2] == ["-c", "./etc/istio/proxy/envoy-rev.json"]
+    assert document["envoy_args"][:2] == ["-c", "etc/istio/proxy/envoy-rev.json"]
     assert document["envoy_args"][-2:] == ["--concurrency", "2"]
     assert list(tmp_path.iterdir()) == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -206,6 +207,15 @@ def test_concurrency(layer: str, cpu_limit: int, flag: int, concurrency: int | N
 def test_the_service_cluster_flag_stands_in_for_an_empty_one_only() -> None:
     assert construct(None, 'serviceCluster: ""', {}, service_cluster="mine").service_cluster == "mine"
     assert construct(None, "", {}, service_cluster="mine").service_cluster == "istio-proxy"
+
+
+@pytest.mark.parametrize(("cpus", "limit", "warned"), [(4, 2, True), (2, 2, False), (4, 0, False)])
+def test_more_workers_than_the_cpu_limit_allows_are_warned_of(
+    cpus: int, limit: int, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cpus)
+    construct(None, "concurrency: 0", {}, cpu_limit=limit)
+    assert any("one worker per CPU" in record.message for record in caplog.records) is warned
 
 
 def test_statsd_is_resolved_or_cleared() -> None:
