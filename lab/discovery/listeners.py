@@ -210,13 +210,14 @@ def _tls_chains(
                 if not route.get("route") or not destinations.static_match(match, proxy, port.port):
                     continue
                 subnets = tuple(match.get("destinationSubnets") or ())
-                if subnets and port.port > 0:
-                    cidrs = subnets
                 sni = tuple(match.get("sniHosts") or ())
                 key = (sni, subnets)
                 if key not in seen:
                     seen.add(key)
-                    out.append(Chain(_route_filters(proxy, port, vs, route["route"]), sni=sni, cidrs=cidrs))
+                    # Istio hands a match's subnets on to the matches behind it: two chains may then match the same,
+                    # and Envoy refuses the listener
+                    own = subnets if subnets and port.port > 0 else cidrs
+                    out.append(Chain(_route_filters(proxy, port, vs, route["route"]), sni=sni, cidrs=own))
     if out:
         return out
     wildcard = proxy.node.wildcards[0]

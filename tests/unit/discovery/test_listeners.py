@@ -242,10 +242,14 @@ def test_tcp_over_http_replaces_the_passthrough_chain() -> None:
     assert inspectors(listener) == ["http_inspector"]
 
 
-def test_mongo_shares_with_nobody() -> None:
-    mongo, http = tcp_entry("old", "old.example", OLD, "MONGO"), tcp_entry("new", "new.example", NEW, "HTTP")
-    listener = of(CLIENT, mongo, http).listeners["0.0.0.0_7000"]
+@pytest.mark.parametrize("protocol", ["MONGO", "MYSQL"])
+def test_server_first_protocols_share_with_nobody(protocol: str) -> None:
+    old, http = tcp_entry("old", "old.example", OLD, protocol), tcp_entry("new", "new.example", NEW, "HTTP")
+    listener = of(CLIENT, old, http).listeners["0.0.0.0_7000"]
     assert chains(listener) == [({}, f"tcp {out(7000, 'old.example')}")]
+    young = tcp_entry("new", "new.example", NEW, protocol)
+    listener = of(CLIENT, tcp_entry("old", "old.example", OLD, "HTTP"), young).listeners["0.0.0.0_7000"]
+    assert [target for _, target in chains(listener)] == ["rds 7000", "tcp PassthroughCluster"]
 
 
 def test_http_services_share_a_listener_through_rds() -> None:
@@ -322,6 +326,16 @@ def test_unix_socket_listener() -> None:
     assert listener.address.pipe.path == "/tmp/x.sock"
     assert chains(listener) == [({}, "rds unix:///tmp/x.sock")]
     assert f"one.b{S}:8080" in resources.routes["unix:///tmp/x.sock"].virtual_hosts[0].domains
+
+
+def test_each_unix_socket_has_the_services_of_its_own_listener() -> None:
+    port = "port: {number: 0, protocol: HTTP, name: h}"
+    text = sidecar(
+        f"egress:\n- {{{port}, bind: 'unix:///b', hosts: ['b/*']}}\n- {{{port}, bind: 'unix:///c', hosts: ['c/*']}}"
+    )
+    routes = of(CLIENT, TWO, text).routes
+    assert [v.name for v in routes["unix:///b"].virtual_hosts] == [f"one.b{S}:8080", "allow_any"]
+    assert [v.name for v in routes["unix:///c"].virtual_hosts] == [f"two.c{S}:8080", "allow_any"]
 
 
 def test_http_proxy_port_serves_every_service() -> None:
@@ -413,6 +427,24 @@ def test_tls_routes_match_sni() -> None:
     assert chains(listener) == [
         ({"server_names": ["one.example"]}, f"tcp {out(443, 'one.example')}"),
         ({"default": "PassthroughFilterChain"}, "tcp PassthroughCluster"),
+    ]
+
+
+def test_subnets_of_a_tls_match_are_its_own() -> None:
+    text = entry(
+        "tls",
+        "hosts: [one.example]\naddresses: [198.51.100.0/24]\nresolution: NONE\nports: [{number: 443, name: tls, protocol: TLS}]",
+    ) + istio(
+        "VirtualService",
+        "v",
+        "a",
+        "hosts: [one.example]\ntls:\n- match: [{sniHosts: [one.example], destinationSubnets: [198.51.100.128/25]}, {sniHosts: [one.example]}]\n"
+        "  route: [{destination: {host: one.example}}]",
+    )
+    matches = [m for m, _ in chains(of(CLIENT, text).listeners["0.0.0.0_443"])][:2]
+    assert [m["prefix_ranges"] for m in matches] == [
+        [{"address_prefix": "198.51.100.128", "prefix_len": 25}],
+        [{"address_prefix": "198.51.100.0", "prefix_len": 24}],
     ]
 
 
