@@ -7,7 +7,21 @@ from typing import Any
 
 import pytest
 from envoy.extensions.access_loggers.file.v3 import file_pb2
-from mesh_text import CLIENT, SERVER, build, chains, hcm, mesh_config, of, peer_authentication, plain, pod, service, tcp
+from mesh_text import (
+    CLIENT,
+    SERVER,
+    build,
+    chains,
+    hcm,
+    mesh_config,
+    namespace,
+    of,
+    peer_authentication,
+    plain,
+    pod,
+    service,
+    tcp,
+)
 
 from lab.discovery import node as node_module
 from lab.discovery import snapshot
@@ -137,6 +151,13 @@ ROOT_STRICT = peer_authentication("default", "istio-system", mode("STRICT"))
 )
 def test_levels(policies: tuple[str, ...], expected: set[str]) -> None:
     assert transports(8080, *policies) == expected
+
+
+def test_a_selector_in_the_root_namespace_has_no_effect_there_either() -> None:
+    own = namespace("istio-system", "istio-injection: enabled") + pod("sys", "istio-system", "10.9.0.1")
+    policy = peer_authentication("w", "istio-system", "selector: {matchLabels: {app: sys}}\n" + mode("STRICT"))
+    listener = of(own, policy, pod_name="sys.istio-system").listeners["virtualInbound"]
+    assert {m.get("transport_protocol") for m, _ in chains(listener)} == {None, *PERMISSIVE}
 
 
 def test_port_level_modes() -> None:

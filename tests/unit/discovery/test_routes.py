@@ -394,6 +394,29 @@ def test_delegates() -> None:
     assert [(r["name"], r["match"].get("prefix")) for r in found] == [("root-v2", "/api/v2"), ("rest", "/")]
 
 
+def test_delegate_that_is_not_exported_to_the_root_is_left_out() -> None:
+    root = virtual_service(
+        f"hosts: [{HOST}]\nhttp:\n- name: root\n  delegate: {{name: child, namespace: b}}\n- name: rest\n  {TO_SERVER}"
+    )
+    child = virtual_service(f"exportTo: [b]\nhttp:\n- name: v2\n  {TO_SERVER}", "child", "b")
+    assert [r["name"] for r in routes(root, child)] == ["rest"]
+    assert [r["name"] for r in routes(root, child.replace("[b]", "[a]"))] == ["root-v2"]
+
+
+def test_short_form_does_not_hide_the_service_whose_name_it_is() -> None:
+    entry = istio(
+        "ServiceEntry",
+        "e",
+        "a",
+        "hosts: [server.b]\nresolution: STATIC\nports: [{number: 8080, name: http, protocol: HTTP}]",
+        created=NEW,
+    )
+    old = WEB.replace("namespace: b}", f"namespace: b, creationTimestamp: '{OLD}'}}")
+    found = hosts_of(of(CLIENT, SERVER, old, entry), "8080")
+    assert "server.b" not in found[f"{HOST}:8080"]
+    assert "server.b" in found["server.b:8080"]
+
+
 def test_first_claim_of_a_domain_holds() -> None:
     entry = istio(
         "ServiceEntry",

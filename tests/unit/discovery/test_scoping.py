@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from mesh_text import (
     CLIENT,
+    SERVER,
     S,
     istio,
     mesh_config,
@@ -196,6 +197,24 @@ def test_virtual_service_destinations() -> None:
     found = of(CLIENT, OWN, B, C, ENTRIES, vs, sidecar("['./*']"))
     assert outbound(found) == {f"80 own.a{S}", f"80 one.b{S}", "80 x.example"}
     assert [v.name for v in found.routes["80"].virtual_hosts] == [f"own.a{S}:80", "allow_any"]
+
+
+def test_destination_of_two_foreign_namespaces_is_the_kubernetes_service() -> None:
+    host = f"server.b{S}"
+    entry = istio(
+        "ServiceEntry",
+        "e",
+        "c",
+        f"hosts: [{host}]\nresolution: STATIC\nports: [{{number: 8080, name: http, protocol: HTTP}}]\nendpoints: [{{address: 192.0.2.1}}]",
+    )
+    web = service("server", "b", "[{name: http, port: 8080}]", vip="10.96.0.9", created="2024-01-01T00:00:00Z")
+    scope = istio("Sidecar", "s", "a", "egress: [{hosts: ['./*']}]")
+    to = istio(
+        "VirtualService", "v", "a", f"hosts: [x.example]\nhttp: [{{route: [{{destination: {{host: {host}}}}}]}}]"
+    )
+    resources = of(CLIENT, SERVER, namespace("c"), web, entry, scope, to)
+    (group,) = resources.endpoints[out(8080, host)].endpoints
+    assert [e.endpoint.address.socket_address.address for e in group.lb_endpoints] == ["10.2.0.1"]
 
 
 def test_only_the_named_ports_are_added() -> None:

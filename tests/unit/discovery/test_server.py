@@ -30,6 +30,7 @@ from google.protobuf import json_format, struct_pb2
 
 from agent.protos import ca_pb2
 from lab.discovery import snapshot
+from lab.discovery.ads import DiscoveryServer
 from lab.discovery.ca import CertificateAuthority
 from lab.discovery.node import Node
 from lab.discovery.resources import CDS, EDS, LDS, NDS
@@ -215,6 +216,16 @@ def test_events_close_together_are_one_push(tmp_path: Path) -> None:
         assert await server.settled(10)
         assert server.metrics.counters["pilot_push_triggers"] == {(("type", "config"),): 1}
         assert server.metrics.counters["pilot_inbound_updates"] == {(("type", "config"),): 3}
+
+    run(scenario, tmp_path)
+
+
+def test_events_that_do_not_end_are_pushed_at_the_maximum(tmp_path: Path) -> None:
+    async def scenario(lab: Running) -> None:
+        server = DiscoveryServer(lab.mesh, debounce_after=3600, debounce_max=0.05)
+        server.update(build(sidecar('["./*"]')))
+        assert await server.settled(10)
+        assert server.metrics.counters["pilot_push_triggers"] == {(("type", "config"),): 1}
 
     run(scenario, tmp_path)
 

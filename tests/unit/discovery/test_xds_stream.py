@@ -256,6 +256,13 @@ def test_sotw_first_request_of_a_reconnecting_client_is_answered() -> None:
     assert len(response.resources) == 1
 
 
+def test_sotw_empty_nonce_on_a_watched_type_asks_for_everything_again() -> None:
+    client = Client("sotw")
+    client.send(EDS, resource_names=[EDS_NAME])
+    (response,) = client.send(EDS, resource_names=[EDS_NAME, OTHER])
+    assert len(response.resources) == 2
+
+
 def test_sotw_clusters_make_the_next_endpoint_ack_answered() -> None:
     client = Client("sotw")
     client.send(EDS, resource_names=[EDS_NAME])
