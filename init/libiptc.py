@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from . import detect, edits, lock
-from .canonical import jump, network_of
+from .canonical import network_of
 from .errors import InitError
 from .model import (
     Address,
@@ -165,6 +165,7 @@ class LibIPTC(Restore):
             tool.change({family: changes[family] for family in strange})
 
     def _change(self, family: Family, made: Sequence[edits.TableEdit]) -> None:
+        self._look_again(family, made)
         with ExitStack() as stack:
             tables = []
             for edit in made:
@@ -176,13 +177,23 @@ class LibIPTC(Restore):
                 with _explained(family, table.name):
                     table.commit()
 
+    def _look_again(self, family: Family, made: Sequence[edits.TableEdit]) -> None:
+        """Positions were counted before we had the lock; from here on nobody changes them."""
+        deletes = [(edit.table, delete) for edit in made for delete in edit.deletes]
+        present = self.dump(family) if deletes else None
+        for table, delete in deletes:
+            assert present is not None
+            if present.chain(table, delete.chain)[delete.position - 1 : delete.position] != [delete.text]:
+                raise InitError(
+                    f"libiptc refused the {family} rules of table {table}",
+                    f"{delete.chain} was changed by somebody else meanwhile",
+                    "Run it again",
+                )
+
     def _carry_out(self, family: Family, table: Any, edit: edits.TableEdit) -> None:
         for delete in edit.deletes:
             chain = iptc.Chain(table, delete.chain)
-            present = chain.rules
-            if len(present) < delete.position or present[delete.position - 1].target.name != _target_name(delete.text):
-                raise ValueError(f"{delete.chain} was changed by somebody else meanwhile")
-            doomed = present[delete.position - 1]
+            doomed = chain.rules[delete.position - 1]
             table.delete_entry(delete.chain, doomed.rule, doomed.mask)
         for name in edit.flush:
             table.flush_entries(name)
@@ -343,7 +354,3 @@ def _negated(negate: bool, value: str) -> str:
 
 def _values(negate: bool, value: str) -> str | Sequence[str]:
     return ["!", value] if negate else value
-
-
-def _target_name(text: str) -> str:
-    return jump(text) or ""
