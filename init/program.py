@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from . import edits, native, routes, rules, state, xtables
+from . import edits, native, restore, routes, rules, state, xtables
 from .canonical import jump
 from .config import DOCKER_RESOLVER, Config
 from .edits import TableEdit
@@ -177,6 +177,8 @@ def _xtables(config: Config, tools: Tools, result: Result) -> None:
     if config.docker_resolver:
         result.drift += _behind_docker(dumps["ipv4"])
     if not result.drift and not config.force_apply:
+        # Older than ours, or for some addresses only: no drift, but it decides.
+        _warn_of_foreign(built, dumps, tools.log)
         result.action = "unchanged"
         return
     for drift in result.drift:
@@ -415,10 +417,13 @@ def _native_tables(tables: xtables.NFTTables) -> list[str]:
 
 
 def _warn_of_foreign(built: RuleSet, dumps: Mapping[Family, state.Dump], log: Log) -> None:
+    """Of what decides in front of our rules, or will once they are appended."""
     for family in FAMILIES:
         for (table, chain), here in state.placed(built.family(family)).items():
-            if chain.startswith(state.OURS) or all(rule.position for rule in here):
+            if chain.startswith(state.OURS):
                 continue
-            for text in dumps[family].chain(table, chain):
-                if state.decides(text, dumps[family].tables[table]):
-                    log.warn(f"a foreign rule decides in front of ours: {family} {table} {chain} {text}")
+            want, have = [restore.body(rule) for rule in here], dumps[family].chain(table, chain)
+            if not dumps[family].any_of_ours():
+                have = [*want, *have] if all(rule.position for rule in here) else [*have, *want]
+            for index in state.deciding_ahead(want, have, dumps[family].tables.get(table, {})):
+                log.warn(f"a foreign rule decides in front of ours: {family} {table} {chain} {have[index]}")

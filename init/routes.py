@@ -168,6 +168,8 @@ def _decimal(text: str, source: str) -> int:
     stripped = text.strip()
     if not (stripped.isascii() and stripped.lstrip("+").isdigit()):
         raise InitError("failed to configure routes", f"{source} {text!r} is no decimal number")
-    if not 0 < int(stripped) < 1 << 32:
-        raise InitError("failed to configure routes", f"{source} {text!r} is not from 1 to 4294967295")
-    return int(stripped)
+    # Python refuses to read some thousands of digits.
+    number = int(stripped) if len(stripped) < 100 else 0
+    if not 0 < number < 1 << 32:
+        raise InitError("failed to configure routes", f"{source} {text[:100]!r} is not from 1 to 4294967295")
+    return number

@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 from init_pod import DEFAULT, HERE, PEER, Net, ask, listen
 
-from init import edits, libiptc, xtables
+from init import detect, edits, libiptc, rules, xtables
+from init.config import Config
+from init.errors import InitError
+from init.log import Log
+from init.tools import Tools
 
 pytestmark = pytest.mark.root
 
@@ -29,8 +33,8 @@ def tool(backend: str, family: str = "ipv4") -> str:
 # --- killed in the middle -------------------------------------------------------------------
 
 
-def killed_after(pods: Net, changes: int, *args: str) -> None:
-    """A run that ends by SIGKILL right after that many documents were applied, guards included."""
+def killed_after(pods: Net, changes: int, *args: str, by: signal.Signals = signal.SIGKILL) -> None:
+    """A run that gets a signal right after that many documents were applied, guards included, and ends by it."""
 
     def body(_: int) -> None:
         done = 0
@@ -41,7 +45,7 @@ def killed_after(pods: Net, changes: int, *args: str) -> None:
                 real(self, wanted)
                 done += 1
                 if done == changes:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    os.kill(os.getpid(), by)
 
             return change
 
@@ -52,7 +56,7 @@ def killed_after(pods: Net, changes: int, *args: str) -> None:
     pid, reader = pods.pod.fork(body)
     os.close(reader)
     _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    assert os.waitstatus_to_exitcode(status) == -by
 
 
 @xtables_backends
@@ -80,6 +84,17 @@ def test_after_a_kill_in_the_middle_nothing_passes_and_the_next_run_mends(
     ]
     assert pods.pod.call(ask(PEER[4], 80), uid=1000)["listener"] == 15001
     assert pods.pod.init(*args).document["action"] == "unchanged"
+
+
+@xtables_backends
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGHUP])
+def test_a_polite_signal_waits_until_the_guards_are_gone(backend: str, by: signal.Signals, pods: Net) -> None:
+    args = [*DEFAULT, "--ipv6=off", f"--backend={backend}", "--json"]
+    assert pods.pod.init(*args).code == 0
+    pods.pod.tool(tool(backend), "-t", "nat", "-F", "ISTIO_OUTPUT")
+    killed_after(pods, 1, *args, "--reconcile", by=by)
+    assert "DROP" not in pods.pod.tool(tool(backend), "-S")
+    assert pods.pod.init(*args).document["action"] == "unchanged", "the rules were mended first"
 
 
 @xtables_backends
@@ -153,6 +168,24 @@ def test_a_foreign_chain_that_decides_in_front_is_drift(backend: str, pods: Net)
     assert "-A THEIRS -p tcp -j ACCEPT" in pods.pod.tool(tool(backend), "-t", "nat", "-S")
 
 
+@xtables_backends
+def test_what_is_no_drift_but_decides_is_warned_of_at_every_run(backend: str, pods: Net) -> None:
+    """A rule that was there before us; in legacy tables also one that names an address, as nobody knows its age."""
+    args = [*DEFAULT, "--ipv6=off", f"--backend={backend}", "--json"]
+    theirs = ["-d", "192.0.2.1/32", "-p", "tcp", "-j", "ACCEPT"]
+    pods.pod.tool(tool(backend), "-t", "nat", "-A", "OUTPUT", *theirs)
+    pods.pod.tool(tool(backend), "-t", "nat", "-A", "PREROUTING", "-p", "icmp", "-j", "LOG")
+    for action in ("applied", "unchanged"):
+        run = pods.pod.init(*args)
+        assert run.document["action"] == action
+        assert run.document["warnings"] == [
+            f"a foreign rule decides in front of ours: ipv4 nat OUTPUT {' '.join(theirs)}"
+        ]
+    pods.pod.tool(tool(backend), "-t", "nat", "-D", "OUTPUT", *theirs)
+    pods.pod.tool(tool(backend), "-t", "nat", "-A", "OUTPUT", *theirs)
+    assert pods.pod.init(*args).document["warnings"] == [], "behind ours it decides nothing that we want"
+
+
 KUBE = """\
 *nat
 :KUBE-SERVICES - [0:0]
@@ -177,15 +210,75 @@ COMMIT
 def test_kube_proxy_rules_and_their_counters_survive(backend: str, pods: Net) -> None:
     pods.pod.tool(f"{tool(backend)}-restore", "-c", text=KUBE)
 
-    def rules() -> list[str]:
+    def kept() -> list[str]:
         text = pods.pod.tool(f"{tool(backend)}-save", "-c")
         return [line for line in text.splitlines() if line.startswith(("[", ":KUBE"))]
 
-    before = rules()
+    before = kept()
     args = [*DEFAULT, "-m", "TPROXY", "--ipv6=off", "-k", "veth9", "--drop-invalid", f"--backend={backend}"]
     for extra in ([], [], ["--reconcile"], ["--force-apply"], ["--cleanup-only"]):
         assert pods.pod.init(*args, *extra).code == 0, extra
-    assert rules() == before
+    assert kept() == before
+
+
+@pytest.mark.parametrize("edit", ["policy drop ;", "type nat hook output priority -99 ;"])
+def test_a_native_base_chain_that_was_changed_is_mended(edit: str, pods: Net) -> None:
+    args = [*DEFAULT, "--ipv6=off", "--backend=native-nft", "--json"]
+    assert pods.pod.init(*args).code == 0
+    before = pods.pod.save()["nft"]
+    chain = "inet istio-proxy-nat output"
+    rules = "counter jump istio-output"
+    again = "" if edit.startswith("policy") else f"delete chain {chain}\n"
+    text = f"{again}add chain {chain} {{ {edit} }}\n"
+    if again:
+        text = f"flush chain {chain}\n{text}add rule {chain} {rules}\n"
+    pods.pod.tool("nft", "-f", "-", text=text)
+    run = pods.pod.init(*args)
+    assert run.document["action"] == "reconciled"
+    assert [(drift["chain"], drift["kind"]) for drift in run.document["drift"]] == [("output", "changed")]
+    assert pods.pod.save()["nft"] == before
+
+
+def test_libiptc_deletes_nothing_of_others_where_a_chain_changed_meanwhile(pods: Net) -> None:
+    """Between the look and the change somebody put a rule in front of ours: positions are stale, texts are not."""
+    assert pods.pod.init("-u", "1337", "-c", "eth7", "--ipv6=off", "--backend=legacy").code == 0
+
+    def work() -> str:
+        tools = Tools(Log(0), environ=dict(os.environ))
+        backend = libiptc.LibIPTC(detect.choose("legacy", False, tools), tools, False, str(lock))
+        ours = rules.build(Config(exclude_interfaces="eth7")).ipv4
+        stale = edits.cleanup(ours, backend.dump("ipv4"))
+        HERE.tool("iptables-legacy", "-t", "nat", "-I", "PREROUTING", "1", "-p", "udp", "-j", "RETURN")
+        try:
+            backend.change({"ipv4": stale})
+        except InitError as error:
+            return str(error)
+        return ""
+
+    lock = f"/tmp/slt-{os.getpid()}.lock"
+    try:
+        assert "PREROUTING was changed by somebody else meanwhile" in pods.pod.call(work)
+    finally:
+        os.unlink(lock)
+    assert pods.pod.tool("iptables-legacy", "-t", "nat", "-S", "PREROUTING").splitlines()[1:] == [
+        "-A PREROUTING -p udp -j RETURN",
+        "-A PREROUTING -i eth7 -j RETURN",
+    ]
+
+
+def test_legacy_output_of_two_lines_is_no_rule(pods: Net, tmp_path: Path) -> None:
+    """The reference's measure of rules is three lines."""
+    pods.pod.tool("iptables-legacy", "-t", "nat", "-L")
+    path = tmp_path / "iptables-legacy-save"
+    for lines, name in ((2, "nft"), (3, "legacy")):
+        text = "\n".join(["# Generated", "*nat", "COMMIT"][:lines])
+        path.write_text(
+            f"#!/bin/sh\ncase $1 in --version) echo 'iptables-save v1.8.9 (legacy)';; *) echo '{text}';; esac\n"
+        )
+        path.chmod(0o755)
+        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        run = pods.pod.init(*DEFAULT, "--ipv6=off", "--json", env=env)
+        assert (run.code, run.document["backend"]) == (0, name)
 
 
 # --- rights and tools -----------------------------------------------------------------------

@@ -102,7 +102,7 @@ def test_a_rule_ends_the_walk_by_itself_or_by_a_chain(text: str, ends: bool, for
 
 
 @pytest.mark.parametrize("field", ["inbound_tproxy_mark", "inbound_tproxy_route_table"])
-@pytest.mark.parametrize("text", ["0", "-1", "4294967296", "99999999999", "0x539", "", "1337/0xff"])
+@pytest.mark.parametrize("text", ["0", "-1", "4294967296", "99999999999", "0x539", "", "1337/0xff", "9" * 5000])
 def test_policy_numbers_that_a_kernel_cannot_have(field: str, text: str) -> None:
     with pytest.raises(InitError, match="failed to configure routes") as caught:
         routes.numbers(TPROXY._replace(**{field: text}))
