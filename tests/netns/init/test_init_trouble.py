@@ -118,6 +118,15 @@ def test_guards_are_no_obstacle_to_a_first_run(backend: str, pods: Net) -> None:
     assert "DROP" not in pods.pod.tool(tool(backend), "-S")
 
 
+@xtables_backends
+def test_a_table_is_not_applied_if_the_next_one_is_refused(backend: str, pods: Net) -> None:
+    """Two tables, one family: mangle would be committed before the tool reads the bad port in nat."""
+    run = pods.pod.init("--ipv6=off", "-m", "TPROXY", "-q", "no-such-port", QUIET, f"--backend={backend}")
+    assert run.code == 1
+    assert "no-such-port" in run.err
+    assert "-A" not in pods.pod.tool(f"{tool(backend)}-save")
+
+
 # --- mixed back ends ------------------------------------------------------------------------
 
 
