@@ -199,13 +199,18 @@ def run_envoy(tmp_path: Path) -> Callable[..., contextlib.AbstractAsyncContextMa
         sds = await start_sds(sds_path, node)
         config = directory / "bootstrap.json"
         config.write_text(json.dumps(bootstrap(node, xds, sds_path, admin, flavour)))
+        # Who is put beside this one enters its namespace by its pid, so it must be there first.
+        there, enters = os.pipe()
         with log.open("wb") as out:
             process = await asyncio.create_subprocess_exec(
-                *enter, "sh", "-c", f'{setup}exec "$@"', "sh",
+                *enter, "sh", "-c", f'{setup}exec "$@" </dev/null', "sh",
                 str(ENVOY), "-c", str(config), "--concurrency", "1", "-l", "warning", "--file-flush-min-size-kb", "0", "--use-dynamic-base-id",
-                stdout=out, stderr=out,
+                stdin=enters, stdout=out, stderr=out,
             )  # fmt: skip
+        os.close(enters)
         try:
+            with os.fdopen(there, "rb") as pipe:
+                await asyncio.to_thread(pipe.read)
             yield RunningEnvoy(server, node, admin, log, process.pid, xds)
         finally:
             with contextlib.suppress(ProcessLookupError):
