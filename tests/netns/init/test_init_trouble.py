@@ -49,6 +49,8 @@ def killed_after(pods: Net, changes: int, *args: str, by: signal.Signals = signa
 
             return change
 
+        if by != signal.SIGKILL:
+            signal.signal(by, signal.SIG_DFL)  # under nohup it would be ignored
         for kind in (xtables.Restore, libiptc.LibIPTC):
             kind.change = counting(kind.change)  # type: ignore[method-assign]
         HERE.init(*args)
