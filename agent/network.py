@@ -5,9 +5,11 @@ Source: istio/istio: pilot/cmd/pilot-agent/app/cmd.go (initProxy), pilot/pkg/uti
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ipaddress
 import logging
+import select
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +19,9 @@ log = logging.getLogger("default")
 
 IFF_UP = 0x1
 IFF_LOOPBACK = 0x8
+
+# rtnetlink.h: groups of multicast messages.
+RTMGRP_LINK, RTMGRP_IPV4_IFADDR, RTMGRP_IPV6_IFADDR = 0x1, 0x10, 0x100
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -80,26 +85,36 @@ def interface_addresses() -> list[InterfaceAddress]:
 
 
 def settled_addresses(
-    read: Callable[[], list[InterfaceAddress]] = interface_addresses, pause: float = 0.1, limit: float = 120.0
+    read: Callable[[], list[InterfaceAddress]] = interface_addresses, limit: float = 120.0
 ) -> list[InterfaceAddress]:
     """What `read` gives once no interface has an unspecified address: one that is still being set up has.
 
     Args:
-        pause: seconds between two looks; the kernel's events need a netlink socket, and this is rare.
+        read: looked at again whenever the kernel tells of a change of links or addresses.
         limit: seconds after which what is there counts.
 
     Raises:
-        OSError: getifaddrs failed.
+        OSError: getifaddrs or rtnetlink(7) failed.
     """
+    found = read()
+    if _settled(found):
+        return found
     deadline = time.monotonic() + limit
-    while True:
-        found = read()
-        unsettled = any(
-            item.address.is_unspecified and item.flags & IFF_UP and not item.flags & IFF_LOOPBACK for item in found
-        )
-        if not unsettled or time.monotonic() >= deadline:
-            return found
-        time.sleep(pause)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as changes:
+        changes.bind((0, RTMGRP_LINK | RTMGRP_IPV4_IFADDR | RTMGRP_IPV6_IFADDR))
+        while True:
+            found = read()
+            left = deadline - time.monotonic()
+            if _settled(found) or left <= 0 or not select.select([changes], [], [], left)[0]:
+                return found
+            with contextlib.suppress(OSError):  # ENOBUFS: more changes than it holds; look again all the same
+                changes.recv(1 << 16)
+
+
+def _settled(found: Iterable[InterfaceAddress]) -> bool:
+    return not any(
+        item.address.is_unspecified and item.flags & IFF_UP and not item.flags & IFF_LOOPBACK for item in found
+    )
 
 
 def _usable(address: IPAddress) -> IPAddress | None:

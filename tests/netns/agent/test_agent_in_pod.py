@@ -578,3 +578,30 @@ def test_json_logs_of_both(world: MakeWorld) -> None:
         entry = json.loads(line)
         scopes.add(entry.get("scope", "default").split()[0])
     assert {"default", "xdsproxy", "dns", "envoy"} <= scopes
+
+
+WAITING = """
+import subprocess, sys, time
+sys.path.insert(0, sys.argv[1])
+from ipaddress import ip_address
+from agent import network
+
+looks = []
+def read():
+    looks.append(time.monotonic())
+    if len(looks) == 2:
+        subprocess.run(["ip", "addr", "add", "10.0.0.9/32", "dev", "lo"], check=True)
+    address = "10.0.0.9" if len(looks) > 2 else "0.0.0.0"
+    return [network.InterfaceAddress("eth0", network.IFF_UP, ip_address(address))]
+
+found = network.settled_addresses(read, limit=20.0)
+assert str(found[0].address) == "10.0.0.9", "the kernel's word was not waited for"
+assert len(looks) == 3, looks
+"""
+
+
+def test_an_interface_that_is_being_set_up_is_waited_for_without_polling() -> None:
+    root = Path(__file__).parents[3]
+    command = ["unshare", "--net", "--", sys.executable, "-c", WAITING, str(root)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

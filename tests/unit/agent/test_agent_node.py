@@ -77,12 +77,12 @@ def test_this_machines_own_loopback_is_found() -> None:
 
 def test_an_interface_without_an_address_yet_is_waited_for() -> None:
     early, late = interface("eth0", "0.0.0.0"), interface("eth0", "10.0.0.1")
-    looks = [[LO, early], [early, interface("eth1", "10.0.0.2")], [LO, late]]
-    assert network.settled_addresses(lambda: looks.pop(0), pause=0.0) == [LO, late]
+    looks = [[LO, early, interface("eth1", "10.0.0.2")], [LO, late]]
+    assert network.settled_addresses(lambda: looks.pop(0)) == [LO, late]
     assert looks == []
     # One that is down, or that never gets one, is not.
     assert network.settled_addresses(lambda: [interface("eth0", "::", flags=0)]) != []
-    assert network.settled_addresses(lambda: [early], pause=0.0, limit=0.0) == [early]
+    assert network.settled_addresses(lambda: [early], limit=0.0) == [early]
 
 
 @pytest.mark.parametrize(
