@@ -9,7 +9,7 @@ import base64
 import binascii
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 from envoy.config.core.v3 import base_pb2
 from envoy.config.route.v3 import route_components_pb2
@@ -26,30 +26,13 @@ from lab.discovery.durations import parse_go_duration
 from lab.discovery.proxy import Proxy
 from lab.discovery.registry import Port, Service
 from lab.discovery.virtual_service import VirtualService
+from lab.manifests.model import GrpcStatus
 
 RETRY_ON = "connect-failure,refused-stream,unavailable,cancelled,retriable-status-codes"
 FAULT_FILTER = "envoy.filters.http.fault"
 CORS_FILTER = "envoy.filters.http.cors"
 
-GRPC_CODES = (
-    "OK",
-    "CANCELLED",
-    "UNKNOWN",
-    "INVALID_ARGUMENT",
-    "DEADLINE_EXCEEDED",
-    "NOT_FOUND",
-    "ALREADY_EXISTS",
-    "PERMISSION_DENIED",
-    "RESOURCE_EXHAUSTED",
-    "FAILED_PRECONDITION",
-    "ABORTED",
-    "OUT_OF_RANGE",
-    "UNIMPLEMENTED",
-    "INTERNAL",
-    "UNAVAILABLE",
-    "DATA_LOSS",
-    "UNAUTHENTICATED",
-)
+GRPC_CODES: tuple[str, ...] = get_args(GrpcStatus)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

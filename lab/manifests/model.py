@@ -11,6 +11,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+GrpcStatus = Literal[
+    "OK",
+    "CANCELLED",
+    "UNKNOWN",
+    "INVALID_ARGUMENT",
+    "DEADLINE_EXCEEDED",
+    "NOT_FOUND",
+    "ALREADY_EXISTS",
+    "PERMISSION_DENIED",
+    "RESOURCE_EXHAUSTED",
+    "FAILED_PRECONDITION",
+    "ABORTED",
+    "OUT_OF_RANGE",
+    "UNIMPLEMENTED",
+    "INTERNAL",
+    "UNAVAILABLE",
+    "DATA_LOSS",
+    "UNAUTHENTICATED",
+]
+"""Of gRPC, in the order of their numbers (grpc/grpc: doc/statuscodes.md)."""
+
 Protocol = Literal[
     "HTTP", "HTTP2", "GRPC", "GRPC-Web", "HTTP_PROXY", "HTTPS", "TLS", "TCP", "MONGO", "REDIS", "MYSQL", "UDP", "AUTO"
 ]

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from lab.manifests.model import GrpcStatus
 from lab.manifests.schema.base import Duration, IPOrCIDR, MaybeLabel, Port, PositiveDuration, Spec, words
 from lab.manifests.schema.config import STATUS, Destination, ExportTo, RouteHost, one_of
 from lab.manifests.schema.metadata import LabelKey, Object
@@ -177,27 +178,6 @@ class HTTPRewrite(Spec):
         if not (self.uri or self.uri_regex_rewrite or self.authority):
             raise ValueError("a rewrite needs uri, uriRegexRewrite or authority")
         return self
-
-
-GrpcStatus = Literal[
-    "OK",
-    "CANCELLED",
-    "UNKNOWN",
-    "INVALID_ARGUMENT",
-    "DEADLINE_EXCEEDED",
-    "NOT_FOUND",
-    "ALREADY_EXISTS",
-    "PERMISSION_DENIED",
-    "RESOURCE_EXHAUSTED",
-    "FAILED_PRECONDITION",
-    "ABORTED",
-    "OUT_OF_RANGE",
-    "UNIMPLEMENTED",
-    "INTERNAL",
-    "UNAVAILABLE",
-    "DATA_LOSS",
-    "UNAUTHENTICATED",
-]
 
 
 class Percent(Spec):
