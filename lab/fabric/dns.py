@@ -164,32 +164,25 @@ class Server:
         self._tcp: list[asyncio.Server] = []
         self._open: set[asyncio.Task[None]] = set()
 
-    async def start(self, addresses: Sequence[str], port: int = PORT) -> list[tuple[str, int]]:
-        """Listens on UDP and TCP.
-
-        Returns:
-            addresses and ports; port 0 lets the kernel choose one number for both transports.
+    async def start(self, addresses: Sequence[str], port: int = PORT) -> None:
+        """Listens on UDP and TCP of one port.
 
         Raises:
             InputError: an address cannot be had; nothing listens then.
         """
-        bound = []
         for address in addresses:
             try:
-                bound.append((address, await self._listen(address, port)))
+                await self._listen(address, port)
             except OSError as e:
                 await self.stop()
                 why = os.strerror(e.errno) if e.errno else str(e)
                 raise InputError("cannot listen", f"DNS on {address} port {port}", why) from e
-        return bound
 
-    async def _listen(self, address: str, port: int) -> int:
+    async def _listen(self, address: str, port: int) -> None:
         loop = asyncio.get_running_loop()
         udp, _ = await loop.create_datagram_endpoint(lambda: _Datagrams(self), (address, port))
         self._udp.append(udp)
-        number = int(udp.get_extra_info("sockname")[1])
-        self._tcp.append(await asyncio.start_server(self._stream, address, number, reuse_address=True))
-        return number
+        self._tcp.append(await asyncio.start_server(self._stream, address, port, reuse_address=True))
 
     async def stop(self) -> None:
         """Stops listening and ends open connections; twice is fine."""
@@ -312,7 +305,9 @@ class ClusterDNS:
         """
         zone, own = _load(self._config, 1)
         server = Server(zone, self._log)
-        self._listen = await server.start(self._config.listen or own, self._config.port)
+        addresses = self._config.listen or own
+        await server.start(addresses, self._config.port)
+        self._listen = [(address, self._config.port) for address in addresses]
         self._server = server
         if self._config.socket:
             try:  # asyncio replaces a socket that a crash left there

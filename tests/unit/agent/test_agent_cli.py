@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 
 from agent import cli, flags, options, request, security, wait
 from agent.errors import AgentError, UsageError
@@ -274,13 +275,6 @@ def test_a_template_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     done = agent("proxy", "--dry-run", cwd=tmp_path, env={"ISTIO_BOOTSTRAP": "lost.json"})
     assert done.returncode == 255
     assert done.stderr == "Error: failed to read the bootstrap template lost.json: No such file or directory\n"
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def test_version(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import dns.rcode
 import dns.rrset
 import pytest
 import uvloop
+from free_ports import free_port
 
 from agent.dns.forward import Forwarder
 from agent.dns.server import DNSOptions, DNSServer, listen_addresses
@@ -100,8 +101,8 @@ class Upstream:
             writer.close()
 
         loop = asyncio.get_running_loop()
-        self._transport, _ = await loop.create_datagram_endpoint(Protocol, local_addr=("127.0.0.1", 0))
-        self.address = self._transport.get_extra_info("sockname")[:2]
+        self.address = ("127.0.0.1", free_port())
+        self._transport, _ = await loop.create_datagram_endpoint(Protocol, local_addr=self.address)
         self._server = await asyncio.start_server(stream, *self.address)
         return self
 
@@ -149,14 +150,6 @@ class Served:
         reply = dns.message.from_wire(await reader.readexactly(length))
         writer.close()
         return reply
-
-
-def free_port() -> int:
-    with socket.socket() as tcp, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
-        tcp.bind(("127.0.0.1", 0))
-        port: int = tcp.getsockname()[1]
-        udp.bind(("127.0.0.1", port))
-        return port
 
 
 def question(name: str = "remote.example.", rdtype: str = "A", **options: Any) -> dns.message.Message:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from free_ports import free_port
 
 from agent import proxy_config
 from agent.admin import AdminClient
@@ -285,15 +286,6 @@ server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
 sys.stderr.write("listening\\n"); sys.stderr.flush()
 server.serve_forever()
 """
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def drain(capfd: pytest.CaptureFixture[str], actions: list[str], **options: Any) -> tuple[list[str], float]:

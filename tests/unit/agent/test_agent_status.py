@@ -16,6 +16,7 @@ import grpc.aio
 import pytest
 import uvloop
 from agent_authority import Issuer
+from free_ports import free_port
 
 from agent.admin import AdminClient, parse_stats
 from agent.app_probe import AppProber
@@ -122,9 +123,7 @@ class Rig:
             lambda: self.events.append("quit"),
             local_metrics_only=settings.get("local_metrics_only", False),
         )
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            self.port = sock.getsockname()[1]
+        self.port = free_port()
         await self.server.start(self.port)
         return self
 

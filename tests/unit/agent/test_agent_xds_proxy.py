@@ -16,6 +16,7 @@ import grpc.aio
 import pytest
 import uvloop
 from envoy.service.discovery.v3 import discovery_pb2
+from free_ports import free_port
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.rpc import status_pb2
 from hypothesis import HealthCheck, given, settings
@@ -567,15 +568,6 @@ def test_a_debug_question_that_discovery_refuses_is_told(tmp_path: Path) -> None
                 await answer
 
     run(job)
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def test_debug_answers_are_readable() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from free_ports import free_port
 
 from lab.apps.certificate import self_signed
 from lab.apps.echo import EchoApp
@@ -418,9 +419,7 @@ def test_an_unwritable_log_is_one_clear_error(tmp_path: Path) -> None:
 
 
 def test_two_addresses_of_one_port(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     running = Running(
         EchoConfig(
             ports=(EchoPort(port, "http"),),

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 
 DEADLINE = 10.0
 
@@ -23,12 +24,6 @@ def notify_socket(tmp_path: Path) -> Iterator[socket.socket]:
         sock.bind(str(tmp_path / "notify"))
         sock.settimeout(DEADLINE)
         yield sock
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def get(port: int) -> dict[str, object]:

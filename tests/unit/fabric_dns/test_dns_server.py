@@ -21,6 +21,7 @@ import dns.query
 import dns.rcode
 import dns.rdatatype
 import pytest
+from free_ports import free_port
 
 from lab.errors import InputError
 from lab.fabric import zone as zones
@@ -53,9 +54,9 @@ class Running:
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
         self.server = Server(ZONE, QueryLog(str(log)))
-        ((_, self.port),) = asyncio.run_coroutine_threadsafe(self.server.start(["127.0.0.1"], 0), self._loop).result(
-            DEADLINE
-        )
+        self.port = free_port()
+        started = self.server.start(["127.0.0.1"], self.port)
+        asyncio.run_coroutine_threadsafe(started, self._loop).result(DEADLINE)
 
     def stop(self) -> None:
         asyncio.run_coroutine_threadsafe(self.server.stop(), self._loop).result(DEADLINE)
