@@ -136,11 +136,12 @@ def script(block: Block, codes: str) -> str:
     """A bash script that runs the commands in order, ends at the first that fails early, and writes each exit code to a file."""
     lines = ["set -u"]
     if "root" in block.words:
-        # A lab's state lies there: this block sees its own alone, and what it leaves up ends with it.
-        # A mount of another lab of the same name, hidden or not, would be taken for its own.
+        # A lab's state lies below /run: this block sees its own alone, and what it leaves up ends with it.
+        # A mount of another lab of the same name, hidden or not, would be taken for its own. The tmpfs is not on
+        # /run/sidecarlab: a lab outside that goes down removes that directory, and with it what is mounted there anywhere.
         lines += [
             "cut -d' ' -f5 /proc/self/mountinfo | grep ^/run/sidecarlab/ | sort -r | xargs -r umount -l",
-            "mkdir -p /run/sidecarlab && mount -t tmpfs -o mode=0755 tmpfs /run/sidecarlab || exit",
+            "mount -t tmpfs -o mode=0755 tmpfs /run && mkdir /run/sidecarlab || exit",
             "trap 'lab down --all >/dev/null 2>&1' EXIT",
         ]
     for number, command in enumerate(block.commands):
@@ -189,27 +190,21 @@ def run(block: Block, path: Path) -> list[int]:
     if "root" in block.words:
         # With its pid namespace ends every process of it, whatever happens.
         command = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", *command]
-    made = not os.path.isdir("/run/sidecarlab")
-    try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={
-                "PATH": f"{ROOT}/.venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-                "HOME": str(path),
-                "LANG": "C.UTF-8",
-            },
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=DEADLINE,
-            check=False,
-        )
-    finally:
-        if made:
-            with suppress(OSError):  # somebody's lab may have come up meanwhile
-                os.rmdir("/run/sidecarlab")
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={
+            "PATH": f"{ROOT}/.venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "HOME": str(path),
+            "LANG": "C.UTF-8",
+        },
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
     print(done.stdout)  # pytest shows it where the block fails
     return [int(code) for code in codes.read_text().split()]
 
@@ -291,8 +286,13 @@ def test_a_block_runs_at_the_top_with_our_programs(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it makes a mount namespace")
 def test_a_root_block_sees_no_lab_of_this_machine(tmp_path: Path) -> None:
-    commands = ('test -z "$(ls /run/sidecarlab)"', "touch /run/sidecarlab/mine", 'test "$$" -lt 100')
-    assert run(block(*commands, words=("root",)), tmp_path) == [0, 0, 0]
+    commands = (
+        'test -z "$(ls /run/sidecarlab)"',
+        "! mountpoint -q /run/sidecarlab",
+        "touch /run/sidecarlab/mine",
+        'test "$$" -lt 100',
+    )
+    assert run(block(*commands, words=("root",)), tmp_path) == [0, 0, 0, 0]
     assert not os.path.exists("/run/sidecarlab/mine")
 
 
