@@ -293,6 +293,7 @@ class MeshWorld:
         raise KeyError(name)
 
     def _pod(self, pod: Pod) -> Place:
+        from lab.manifests.app_probes import answered
         from lab.manifests.injection import init_args, interception_mode
 
         meshed = pod.injected
@@ -320,6 +321,7 @@ class MeshWorld:
             meshed=meshed,
             proxy_uid=agent.identity.uid if agent else PROXY_UID,
             proxy_gid=agent.identity.gid if agent else PROXY_UID,
+            probes=answered(pod, self.mesh.mesh_config.status_port),
         )
 
     def _listening(self, pod: Pod) -> tuple[dict[tuple[int, int], Speaks], frozenset[int]]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from lab.explain import envoy
+from lab.explain.app_probe import PREFIXES, probed
 from lab.explain.envoy import Decision
 from lab.explain.flow import ClientTls, Connection, Request
 from lab.explain.packet import Packet, loopback
@@ -239,6 +240,9 @@ def _answered(journey: Journey, place: Place, packet: Packet, payload: Payload) 
     if speaks is None or (packet.dport in place.loopback_only and not loopback(packet.dst)):
         return journey._replace(result="refused")
     served = serve(speaks, payload)
+    if speaks == "status" and served.status == 404 and payload.request is not None:
+        path = payload.request.path.partition("?")[0]
+        served = probed(place, path) if path.startswith(PREFIXES) else served
     doubts = journey.doubts
     if served.result == "unknown":
         doubts = (*doubts, f"what the program in {place.name} answers on port {packet.dport} is not known")
@@ -249,7 +253,7 @@ def _answered(journey: Journey, place: Place, packet: Packet, payload: Payload) 
         status=served.status,
         grpc_status=0 if speaks == "grpc" and served.status == 200 else None,
         delay=served.delay,
-        peer=packet.src if served.told else None,
+        peer=(served.peer or packet.src) if served.told else None,
         request=payload.request,
         doubts=doubts,
     )

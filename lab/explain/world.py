@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from lab.explain.flow import ClientTls, Request, Speech
 from lab.explain.packet import NOTHING, Host, Packet
@@ -11,6 +11,9 @@ from lab.explain.ruleset import RuleSet
 from lab.explain.upstream import Resolve
 from lab.explain.walk import Fate, Walker
 from lab.explain.xds import Config
+
+if TYPE_CHECKING:
+    from lab.manifests.model import AppProbe
 
 Speaks = Literal["http", "https", "tls", "tcp", "grpc", "auto", "udp", "dns", "status", "admin", "unknown"]
 """What a program answers to: see `serve`. ``status`` and ``admin`` are the agent's and Envoy's own HTTP servers."""
@@ -39,6 +42,7 @@ class Place(NamedTuple):
     ``listening`` is what programs other than Envoy listen on, by (protocol number, port); None: nobody knows.
     ``loopback_only`` are those of them that take connections to loopback addresses alone.
     ``identity`` is the URI of the certificate that its proxy presents. ``meshed``: it has a proxy.
+    ``probes`` are those of its app that its agent answers, by the path on the status port.
     """
 
     name: str
@@ -51,6 +55,7 @@ class Place(NamedTuple):
     meshed: bool = False
     proxy_uid: int = 1337
     proxy_gid: int = 1337
+    probes: Mapping[str, AppProbe] = NOTHING
 
 
 class Transit(NamedTuple):
@@ -103,8 +108,8 @@ class Payload(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What a program made of a payload. ``told``: it answered with the report that names its peer. ``ends``: it closes the
-    connection after an answer that nobody asked for in that protocol."""
+    """What a program made of a payload. ``told``: it answered with the report that names its peer: ``peer``, or who sent the
+    payload. ``ends``: it closes the connection after an answer that nobody asked for in that protocol."""
 
     result: Result
     status: int | None = None
@@ -112,6 +117,7 @@ class Served(NamedTuple):
     delay: float = 0.0
     facts: Mapping[str, str] = NOTHING
     ends: bool = False
+    peer: str = ""
 
 
 ADMIN_PAGES = frozenset(

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 
+from lab.manifests import app_probes
 from lab.manifests.model import Mesh, Pod
 
 INJECT = "sidecar.istio.io/inject"
@@ -18,6 +19,8 @@ STATUS = "sidecar.istio.io/status"
 PROXY_CONFIG = "proxy.istio.io/config"
 PROXY_CONTAINER = "istio-proxy"
 PROXY_UID = 1337
+PROXY_PORTS = frozenset({15000, 15001, 15004, 15006, 15008, 15020, 15021, 15053, 15090})
+"""Ports of agent and Envoy in a pod (https://istio.io/latest/docs/ops/deployment/application-requirements/)."""
 _IGNORED_NAMESPACES = frozenset({"kube-system", "kube-public", "kube-node-lease", "local-path-storage"})
 _TRUE = frozenset({"y", "yes", "true", "on"})
 
@@ -109,6 +112,7 @@ OTHER_ANNOTATIONS = frozenset(
     {
         STATUS,
         PROXY_CONFIG,
+        app_probes.REWRITE,
         "sidecar.istio.io/logLevel",
         "sidecar.istio.io/componentLogLevel",
         "sidecar.istio.io/agentLogLevel",
@@ -118,7 +122,7 @@ OTHER_ANNOTATIONS = frozenset(
 
 _UNUSED = (
     "bootstrapOverride capNetBindService discoveryAddress enableCoreDump extraStatTags nativeSidecar proxyCPU"
-    " proxyCPULimit proxyImage proxyImageType proxyMemory proxyMemoryLimit rewriteAppHTTPProbers statsCompression"
+    " proxyCPULimit proxyImage proxyImageType proxyMemory proxyMemoryLimit statsCompression"
     " statsHistogramBuckets statsInclusionPrefixes statsInclusionRegexps statsInclusionSuffixes userVolume userVolumeMount"
 )
 UNUSED_ANNOTATIONS = frozenset(f"sidecar.istio.io/{name}" for name in _UNUSED.split())
@@ -231,6 +235,10 @@ def agent_env(mesh: Mesh, pod: Pod) -> dict[str, str]:
         pod.owner_kind, "apps/v1"
     )
     owner = pod.owner_name or pod.meta.name
+    asked = {
+        "ISTIO_KUBE_APP_PROBERS": app_probes.probers(pod, config.status_port),
+        "ISTIO_PROMETHEUS_ANNOTATIONS": pod.scrape,
+    }
     effective = proxy_config(mesh, pod)
     return {
         "PILOT_CERT_PROVIDER": "istiod",
@@ -251,5 +259,6 @@ def agent_env(mesh: Mesh, pod: Pod) -> dict[str, str]:
         "TRUST_DOMAIN": config.trust_domain,
         # A control plane without TLS has its CA on the same plaintext port: the agent then uses discoveryAddress.
         **({} if effective.get("controlPlaneAuthPolicy") == "NONE" else {"CA_ADDR": "istiod.istio-system.svc:15012"}),
+        **{name: value for name, value in asked.items() if value},
         **_metadata(mesh, pod),
     }

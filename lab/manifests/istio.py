@@ -288,6 +288,7 @@ def mesh_config_of(config: mesh_config.MeshConfig, document: Map) -> MeshConfig:
         protocol_detection_timeout=config.protocol_detection_timeout,
         enable_auto_mtls=config.enable_auto_mtls,
         enable_tracing=config.enable_tracing,
+        enable_prometheus_merge=config.enable_prometheus_merge,
         access_log_file=config.access_log_file,
         access_log_encoding=config.access_log_encoding,
         access_log_format=config.access_log_format,

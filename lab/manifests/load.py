@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lab.errors import InputError
-from lab.manifests import addresses, istio, semantics, sidecarlab
+from lab.manifests import addresses, istio, metrics_merge, semantics, sidecarlab
 from lab.manifests.addresses import Claim, ServiceDraft
 from lab.manifests.document import Map, Seq, locate, parse
 from lab.manifests.files import read_text
@@ -339,7 +339,11 @@ def _namespaces(objects: _Objects, config: MeshConfig, problems: Problems) -> li
 
 
 def _pods(
-    objects: _Objects, labels: Mapping[str, Mapping[str, str]], claims: list[Claim], problems: Problems
+    objects: _Objects,
+    config: MeshConfig,
+    labels: Mapping[str, Mapping[str, str]],
+    claims: list[Claim],
+    problems: Problems,
 ) -> list[Pod]:
     found: dict[str, Pod] = {}
     for item in objects.of("Pod", "Deployment"):
@@ -349,6 +353,15 @@ def _pods(
             if item.kind == "Pod"
             else list(deployment_pods(item, of_namespace, problems))
         )
+        try:
+            made = [metrics_merge.merged(pod, config) for pod in made]
+        except metrics_merge.BadAnnotation as error:
+            path = ("metadata",) if item.kind == "Pod" else ("spec", "template", "metadata")
+            problems.error(
+                locate(item.document, (*path, "annotations", error.name)),
+                f'bad value "{error.value}" of annotation {error.name}',
+                f"{item.subject}: {error}",
+            )
         for pod in made:
             first = found.setdefault(pod.meta.key, pod)
             if first is not pod:
@@ -385,7 +398,8 @@ def _build(
     config = _mesh_config(objects, problems)
     namespaces = _namespaces(objects, config, problems)
     claims: list[Claim] = []
-    pods = _pods(objects, {namespace.meta.name: namespace.meta.labels for namespace in namespaces}, claims, problems)
+    labels = {namespace.meta.name: namespace.meta.labels for namespace in namespaces}
+    pods = _pods(objects, config, labels, claims, problems)
     services: list[ServiceDraft] = [service(item, claims, problems) for item in objects.of("Service")]
     slices = _endpoint_slices(objects, services, problems)
     entries: list[ServiceEntry] = [istio.service_entry(item, problems) for item in objects.of("ServiceEntry")]

@@ -118,6 +118,20 @@ class ContainerPort:
 
 
 @dataclass(frozen=True, slots=True)
+class AppProbe:
+    """A probe or hook of a container that its pod's agent answers instead.
+
+    ``name`` ends the agent's path: readyz, livez, startupz, prestopz or poststartz; ``kind`` is httpGet, tcpSocket or grpc, and
+    ``action`` what Kubernetes has below it, with the port as a number. ``timeout`` in seconds, 0 is none.
+    """
+
+    name: str
+    kind: str
+    action: Mapping[str, object]
+    timeout: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Container:
     """One app container. Without ``command`` it runs the echo app on its ports."""
 
@@ -130,6 +144,7 @@ class Container:
     run_as_user: int | None = None
     run_as_group: int | None = None
     working_dir: str = ""
+    probes: tuple[AppProbe, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +153,7 @@ class Pod:
 
     ``ips`` holds every address (IPv4 first unless the manifest says otherwise); ``ip`` is the first.
     ``proxy_config`` is the annotation ``proxy.istio.io/config`` as plain data with camelCase keys, as written.
+    ``scrape`` says which metrics of the app its agent merges (``ISTIO_PROMETHEUS_ANNOTATIONS``); empty is none.
     """
 
     meta: Meta
@@ -152,6 +168,7 @@ class Pod:
     dns_search: tuple[str, ...] = ()
     ready: bool = True
     proxy_config: Mapping[str, object] = field(default_factory=dict)
+    scrape: str = ""
 
     @property
     def ip(self) -> str:
@@ -404,6 +421,7 @@ class MeshConfig:
     protocol_detection_timeout: float = 0.0
     enable_auto_mtls: bool = True
     enable_tracing: bool = True
+    enable_prometheus_merge: bool = True
     access_log_file: str = ""
     access_log_encoding: Literal["TEXT", "JSON"] = "TEXT"
     access_log_format: str = ""
@@ -415,6 +433,12 @@ class MeshConfig:
     default_config: Mapping[str, object] = field(default_factory=dict)
     source: Source = Source()
     raw: Mapping[str, object] = field(default_factory=dict)  # the whole MeshConfig as written
+
+    @property
+    def status_port(self) -> int:
+        """The agents' status port, defaultConfig.statusPort."""
+        written = self.default_config.get("statusPort")
+        return written if isinstance(written, int) else 15020
 
 
 # --- sidecarlab.dev/v1alpha1 ----------------------------------------------------------------

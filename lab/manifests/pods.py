@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from lab.errors import InputError
-from lab.manifests import injection
+from lab.manifests import app_probes, injection
 from lab.manifests.addresses import Claim, one_per_family
 from lab.manifests.document import locate, parse, plain
 from lab.manifests.item import Item
@@ -55,7 +55,7 @@ def _environment(
 
 
 def _containers(
-    spec: schema.PodSpec, item: Item, path: tuple[str | int, ...], problems: Problems
+    spec: schema.PodSpec, item: Item, path: tuple[str | int, ...], problems: Problems, *, asked: bool
 ) -> tuple[Container, ...]:
     result: list[Container] = []
     for index, container in enumerate(spec.containers):
@@ -109,6 +109,7 @@ def _containers(
                 run_as_user=user,
                 run_as_group=group,
                 working_dir=container.working_dir,
+                probes=app_probes.read(container, item, where, asked=asked, problems=problems),
             )
         )
     seen: dict[tuple[int, str], str] = {}
@@ -212,7 +213,9 @@ def _pod(
     return Pod(
         meta=replace(meta, labels=labels),
         ips=(),
-        containers=_containers(spec, item, spec_path, problems),
+        containers=_containers(
+            spec, item, spec_path, problems, asked=injected and app_probes.rewritten(meta.annotations)
+        ),
         injected=injected,
         service_account=spec.service_account_name or spec.service_account or "default",
         hostname=spec.hostname,

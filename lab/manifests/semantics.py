@@ -11,15 +11,13 @@ from collections.abc import Mapping, Sequence
 
 from lab.manifests import analysis
 from lab.manifests.document import locate
+from lab.manifests.injection import PROXY_PORTS
 from lab.manifests.item import Item
 from lab.manifests.model import Mesh, Meta, Pod, RawConfig, Service, Sidecar, Source
 from lab.manifests.problems import Problems, did_you_mean
 
 Items = Mapping[tuple[str, str], Item]
 """What was read, under (kind, NAMESPACE/NAME)."""
-
-_PROXY_PORTS = frozenset({15000, 15001, 15004, 15006, 15008, 15020, 15021, 15053, 15090})
-"""Ports of agent and Envoy in a pod (https://istio.io/latest/docs/ops/deployment/application-requirements/)."""
 
 
 def check(mesh: Mesh, items: Items, problems: Problems) -> None:
@@ -92,7 +90,7 @@ class _Checks:
             told.add((kind, meta.key))
             for container in pod.containers:
                 for port in container.ports:
-                    if pod.injected and port.port in _PROXY_PORTS and port.protocol == "TCP":
+                    if pod.injected and port.port in PROXY_PORTS and port.protocol == "TCP":
                         self._warn(
                             kind,
                             meta,

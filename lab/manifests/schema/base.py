@@ -51,7 +51,7 @@ class Spec(BaseModel):
 
     UNUSED: ClassVar[frozenset[str]] = frozenset()
     BOOKKEEPING: ClassVar[frozenset[str]] = frozenset()
-    """Fields that an API server writes; one warning names them all."""
+    """Fields that an API server writes, or that come in numbers; one warning names them all."""
     KEEP_NULL: ClassVar[bool] = False
     """Whether null is a value of its own; elsewhere it means "not set", as in Kubernetes."""
 

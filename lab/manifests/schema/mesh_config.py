@@ -111,7 +111,7 @@ class MeshConfig(Spec):
     UNUSED = words(
         "hboneIdleTimeout ingressClass ingressService ingressControllerMode ingressSelector enableEnvoyAccessLogService configSources"
         " caCertificates zoneAwareLbSetting inboundClusterStatName outboundClusterStatName certificates serviceSettings serviceScopeConfigs"
-        " enablePrometheusMerge verifyCertificateAtClient ca extensionProviders defaultProviders"
+        " verifyCertificateAtClient ca extensionProviders defaultProviders"
         " meshMTLS tlsDefaults thriftConfig"
     )
 
@@ -121,6 +121,7 @@ class MeshConfig(Spec):
     connect_timeout: PositiveDuration = 10.0
     protocol_detection_timeout: Duration = 0.0
     enable_tracing: bool = True
+    enable_prometheus_merge: bool = True
     access_log_file: str = ""
     access_log_format: str = ""
     access_log_encoding: Literal["TEXT", "JSON"] = "TEXT"

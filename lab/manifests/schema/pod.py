@@ -8,6 +8,7 @@ from pydantic import Field
 
 from lab.manifests.schema.base import DnsLabel, DnsName, IPAddress, Port, Spec, words
 from lab.manifests.schema.metadata import Object, PortName, Transport
+from lab.manifests.schema.probe import Lifecycle, Probe
 
 
 class ContainerPort(Spec):
@@ -52,7 +53,7 @@ class PodSecurityContext(SecurityContext):
 
 class Container(Spec):
     UNUSED = words(
-        "envFrom imagePullPolicy lifecycle livenessProbe readinessProbe startupProbe resizePolicy resources restartPolicy restartPolicyRules stdin stdinOnce"
+        "envFrom imagePullPolicy resizePolicy resources restartPolicy restartPolicyRules stdin stdinOnce"
         " terminationMessagePath terminationMessagePolicy tty volumeDevices volumeMounts"
     )
 
@@ -64,6 +65,10 @@ class Container(Spec):
     ports: list[ContainerPort] = Field(default_factory=list)
     security_context: SecurityContext | None = None
     working_dir: str = ""
+    readiness_probe: Probe | None = None
+    liveness_probe: Probe | None = None
+    startup_probe: Probe | None = None
+    lifecycle: Lifecycle | None = None
 
 
 class PodDNSConfig(Spec):

@@ -96,7 +96,8 @@ spec:
 """)
     assert [pod.name for pod in made.pods] == ["web-0.shop", "web-1.shop", "web-2.shop"]
     assert {(pod.owner_kind, pod.owner_name, pod.injected) for pod in made.pods} == {("Deployment", "web", True)}
-    assert made.pods[0].meta.annotations == {"traffic.sidecar.istio.io/excludeOutboundPorts": "80"}
+    assert made.pods[0].meta.annotations["traffic.sidecar.istio.io/excludeOutboundPorts"] == "80"
+    assert "sidecar.istio.io/inject" not in made.pods[0].meta.annotations
     assert made.pods[0].meta.labels["service.istio.io/canonical-name"] == "web"
 
 

@@ -355,9 +355,9 @@ def test_a_binary_file_is_refused(tmp_path: Path) -> None:
     [
         (POD + "spec:\n  tolerations: []\n  containers: [{name: app}]\n", 5, "spec.tolerations"),
         (
-            POD + "spec:\n  containers:\n  - name: app\n    livenessProbe: {anything: goes}\n",
+            POD + "spec:\n  containers:\n  - name: app\n    volumeMounts: [{anything: goes}]\n",
             7,
-            "spec.containers[0].livenessProbe",
+            "spec.containers[0].volumeMounts",
         ),
         (
             SERVICE + "spec:\n  sessionAffinity: None\n  clusterIP: None\n  ports: [{port: 80}]\n  selector: {}\n",
