@@ -135,7 +135,7 @@ FLAGS: tuple[Flag, ...] = (
     _own("comments", "bool", False, "say on each rule what it is for"),
     _own("strict", "bool", False, "a value that would be silently misread is an error"),
     _own("json", "bool", False, "one JSON document on stdout"),
-    _own("lock-wait", "duration", 30.0, "how long to wait for the xtables lock"),
+    _own("lock-wait", "duration", 30.0, "how long to wait for another run, and for the xtables lock"),
 )
 
 BY_NAME: Mapping[str, Flag] = {flag.name: flag for flag in FLAGS}

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from . import edits, native, restore, routes, rules, state, xtables
+from . import edits, native, restore, routes, rules, state, turn, xtables
 from .canonical import jump
 from .config import DOCKER_RESOLVER, Config
 from .edits import TableEdit
@@ -89,14 +89,15 @@ def _run(config: Config, tools: Tools, result: Result, log: Log) -> None:
         # Errors of the routes' numbers come before any rule is touched.
         policy = routes.numbers(config)
         log.debug(f"policy routing: {policy}")
-        if config.backend == "native-nft":
-            _native(config, tools, result)
-        else:
-            _xtables(config, tools, result)
-        if config.cleanup_only:
-            routes.remove(config, log)
-        else:
-            routes.configure(config, log)
+        with turn.taken(config.lock_wait, log):
+            if config.backend == "native-nft":
+                _native(config, tools, result)
+            else:
+                _xtables(config, tools, result)
+            if config.cleanup_only:
+                routes.remove(config, log)
+            else:
+                routes.configure(config, log)
         log.info(f"{result.backend}: {result.action}")
     if config.run_validation:
         from . import proof

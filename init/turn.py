@@ -1,0 +1,103 @@
+"""One run at a time in a network namespace.
+
+A run reads the rules, decides, and changes them. Two at once would take each other's guard rules away, or each report
+success for rules that the other has changed. So a run first binds a name in the abstract space of Unix sockets, which
+the kernel keeps for each network namespace by itself. That needs no file (a container may have a read-only root and no
+/run) and is let go when the last process that has the socket ends, however it ends. Commands inherit the socket: one
+that goes on after its run was killed still keeps the next run waiting.
+
+Istio's own istio-iptables does not know the name; only the xtables lock stands between it and a run.
+
+Source: unix(7), network_namespaces(7).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .errors import InitError, LockHeld
+from .log import Log
+
+NAME = "\0sidecarlab-init"
+WAITING = 4096
+"""Runs that can wait at the same time before they poll; the kernel's own limit is net.core.somaxconn."""
+
+PAUSE = 0.01
+"""Seconds until the next try where the kernel announces nothing: the name is bound, but its socket does not listen."""
+
+
+@contextmanager
+def taken(wait: float, log: Log) -> Iterator[None]:
+    """Keeps the network namespace of this process for the body.
+
+    Args:
+        wait: how long to wait for another run, seconds.
+
+    Raises:
+        LockHeld: another run did not end in that time; names its pid.
+        InitError: the kernel gives no such socket.
+    """
+    deadline = time.monotonic() + wait
+    try:
+        mine = _bound(deadline, wait, log)
+    except OSError as error:
+        raise InitError("cannot keep other runs out of this network namespace", error.strerror or str(error)) from None
+    with mine:
+        yield
+
+
+def _bound(deadline: float, wait: float, log: Log) -> socket.socket:
+    holder = ""
+    while True:
+        mine = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            mine.bind(NAME)
+            mine.listen(WAITING)
+            mine.set_inheritable(True)
+            return mine
+        except OSError as error:
+            mine.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+        holder = _wait_for_its_end(deadline, log) or holder
+        if time.monotonic() >= deadline:
+            by = holder or "held by a process that cannot be seen from this pid namespace"
+            raise LockHeld(
+                f"cannot get the lock of this network namespace in {wait:g}s",
+                by,
+                "End that process or raise --lock-wait",
+            )
+
+
+def _wait_for_its_end(deadline: float, log: Log) -> str:
+    """Waits until the socket that has the name is closed, or the deadline; says who has it if that can be seen."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        other.setblocking(False)
+        try:
+            other.connect(NAME)
+        except (ConnectionRefusedError, BlockingIOError):
+            select.select([], [], [], min(PAUSE, max(0.0, deadline - time.monotonic())))
+            return ""
+        pid, _, _ = struct.unpack("=iII", other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        holder = _named(pid)
+        left = deadline - time.monotonic()
+        if left > 0:
+            log.info(f"waiting for another run in this network namespace, {holder}" if holder else "waiting")
+            ended = select.poll()
+            # Nobody accepts or answers: the only event is its end.
+            ended.register(other, 0)
+            ended.poll(left * 1000)
+        return holder
+
+
+def _named(pid: int) -> str:
+    if not pid:
+        return ""
+    return f"held by pid {pid}" if os.path.exists(f"/proc/{pid}") else f"held by a command that pid {pid} has left"
