@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from . import edits, native, restore, routes, rules, state, turn, xtables
@@ -254,10 +254,16 @@ def _guarded(
             yield
         finally:
             log.info("removing guard rules")
-            for family in families:
-                backend.change({family: [edits.unguard(backend.dump(family))]})
+            with ExitStack() as every:
+                # Each, also if another one fails.
+                for family in families:
+                    every.callback(_unguard, backend, family)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _unguard(backend: Backend, family: Family) -> None:
+    backend.change({family: [edits.unguard(backend.dump(family))]})
 
 
 def _backend(config: Config, tools: Tools) -> Backend:

@@ -99,6 +99,25 @@ def test_a_polite_signal_waits_until_the_guards_are_gone(backend: str, by: signa
     assert pods.pod.init(*args).document["action"] == "unchanged", "the rules were mended first"
 
 
+@pytest.mark.parametrize(("fails", "other"), [("iptables", "ip6tables"), ("ip6tables", "iptables")])
+def test_guards_that_cannot_be_removed_keep_no_others(fails: str, other: str, pods: Net, tmp_path: Path) -> None:
+    path = tmp_path / f"{fails}-nft-restore"
+    path.write_text(
+        f"#!/bin/sh\ntext=$(cat)\ncase $text in *'-D INPUT'*) echo gone >&2; exit 4;; esac\n"
+        f'echo "$text" | exec /usr/sbin/{fails}-nft-restore "$@"\n'
+    )
+    path.chmod(0o755)
+    args = [*DEFAULT, "--ipv6=on", "--backend=nft"]
+    assert pods.pod.init(*args).code == 0
+    run = pods.pod.init(*args, "--force-apply", QUIET, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert run.code == 1
+    assert f"{fails}-nft-restore refused" in run.err
+    assert "-A OUTPUT -p tcp -j DROP" in pods.pod.tool(f"{fails}-nft", "-S"), "nothing leaks"
+    assert "DROP" not in pods.pod.tool(f"{other}-nft", "-S")
+    assert pods.pod.init(*args, "--reconcile").code == 0
+    assert "DROP" not in pods.pod.tool(f"{fails}-nft", "-S")
+
+
 @xtables_backends
 @pytest.mark.parametrize("named", [True, False])
 def test_cleanup_takes_the_guards_of_a_killed_run(backend: str, named: bool, pods: Net) -> None:
