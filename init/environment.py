@@ -5,6 +5,8 @@ Source: istio/istio: tools/common/config/config.go (FillConfigFromEnvironment), 
 
 from __future__ import annotations
 
+import errno
+import socket
 from collections.abc import Iterable, Mapping
 from ipaddress import IPv4Address, IPv6Address
 
@@ -26,12 +28,16 @@ def fill(config: Config, parsed: Parsed, environ: Mapping[str, str]) -> Config:
     ``--ipv6 on|off`` and ``--dns-servers`` replace what would be read.
 
     Raises:
-        InitError: no usable local address, resolv.conf unreadable.
+        InitError: no usable local address, resolv.conf unreadable, IPv6 wanted of a kernel without.
         UsageError: ``--dns-servers`` holds something that is no IP address.
     """
     uid = config.proxy_uid or user_id(environ.get("ENVOY_USER", "istio-proxy")) or DEFAULT_UID
     config = config._replace(proxy_uid=uid, proxy_gid=config.proxy_gid or uid)
     switch = parsed.text("ipv6")
+    if switch == "on" and not config.dry_run and not has_ipv6():
+        raise InitError(
+            "--ipv6 on", "this kernel has no IPv6 (ipv6.disable=1, or built without)", "Use --ipv6 auto or off"
+        )
     if switch == "auto":
         host, ipv6 = local_address(local_addresses(), config.dual_stack)
         config = config._replace(host_ip=words.show(host), ipv6=ipv6)
@@ -89,6 +95,15 @@ def local_addresses() -> list[IPAddress]:
         return addresses()
     except OSError as error:
         raise InitError("cannot list the interface addresses", str(error)) from None
+
+
+def has_ipv6() -> bool:
+    """False if the kernel has no IPv6 at all; an interface without IPv6 addresses is another thing."""
+    try:
+        socket.socket(socket.AF_INET6, socket.SOCK_DGRAM).close()
+    except OSError as error:
+        return error.errno != errno.EAFNOSUPPORT
+    return True
 
 
 def nameservers(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from . import environment
 from .config import Config
 from .errors import InitError
 from .log import Log
@@ -89,13 +90,13 @@ def remove(config: Config, log: Log) -> None:
                 errno.EADDRNOTAVAIL,
             )
             log.info("removed ::6 from lo")
-        for family in (socket.AF_INET, socket.AF_INET6) if mark and table else ():
+        families = (socket.AF_INET, socket.AF_INET6) if environment.has_ipv6() else (socket.AF_INET,)
+        for family in families if mark and table else ():
             for rule in list(_rules(route, family, mark, table)):
                 request = {**_policy(family, mark, table), "priority": rule.get("priority")}
                 _try("remove the policy rule", route.rule, request, errno.ENOENT)
                 log.info(f"removed the policy rule for mark {mark}")
-            gone = (errno.ESRCH, errno.ENOENT, errno.EAFNOSUPPORT)
-            _try("remove the local route", route.route, _route(family, table, lo), *gone)
+            _try("remove the local route", route.route, _route(family, table, lo), errno.ESRCH, errno.ENOENT)
 
 
 def has_helper() -> bool:
