@@ -11,13 +11,14 @@ import ctypes
 import ctypes.util
 import glob
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
-from . import detect, edits, lock
+from . import detect, edits, lock, restore
 from .canonical import network_of
 from .errors import InitError
 from .model import (
@@ -40,7 +41,7 @@ from .model import (
     Target,
     Zone,
 )
-from .tools import Tools, held
+from .tools import LOCK_ADVICE, Tools, held, problem
 from .xtables import Binary, Changes, Restore
 
 
@@ -158,7 +159,7 @@ class LibIPTC(Restore):
             raise InitError(
                 f"cannot open the xtables lock {self.lock_file}",
                 str(error),
-                "Make /run writable, name another file in XTABLES_LOCKFILE, or use --backend nft, which needs no lock",
+                LOCK_ADVICE,
             ) from None
         if strange:
             tool = Restore(detect.choose("legacy-restore", True, self.tools), self.tools, self.comments)
@@ -169,12 +170,12 @@ class LibIPTC(Restore):
         with ExitStack() as stack:
             tables = []
             for edit in made:
-                with _explained(family, edit.table):
+                with _explained(family, f"of table {edit.table}"):
                     table = stack.enter_context(_table(family, edit.table))
                     self._carry_out(family, table, edit)
                     tables.append(table)
             for table in tables:
-                with _explained(family, table.name):
+                with _explained(family, f"of table {table.name}"):
                     table.commit()
 
     def _look_again(self, family: Family, made: Sequence[edits.TableEdit]) -> None:
@@ -202,7 +203,8 @@ class LibIPTC(Restore):
         for name in edit.new:
             table.create_chain(name)
         for rule in edit.rules:
-            made = entry(family, rule, self.comments)
+            with _explained(family, f"({restore.line(rule)})"):
+                made = entry(family, rule, self.comments)
             if rule.position is None:
                 table.append_entry(rule.chain, made)
             else:
@@ -231,13 +233,16 @@ def entry(family: Family, rule: Rule, comments: bool = False) -> Any:
 
 
 @contextmanager
-def _explained(family: Family, table: str) -> Iterator[None]:
+def _explained(family: Family, where: str) -> Iterator[None]:
     try:
         yield
     except (iptc.IPTCError, iptc.XTablesError, AttributeError, ValueError) as error:
         said = str(error).replace("b'", "'")
+        refused = re.fullmatch(r"'(.*?)': parameter '+(.*?)'+ error -(\d+)", said)
+        if refused:
+            said = f"{problem(int(refused[3]))}: {refused[1]} does not take {refused[2]!r}"
         step = "Rules of an earlier run are there: use --reconcile or --cleanup-only" if "exist" in said else ""
-        raise InitError(f"libiptc refused the {family} rules of table {table}", said, step) from None
+        raise InitError(f"libiptc refused the {family} rules {where}", said, step) from None
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from .errors import InitError
 from .model import Rule
 from .netlink import nft_tables
 from .state import Drift
-from .tools import Output, Tools, failure
+from .tools import Output, Tools, advice
 
 
 class NFTables(NamedTuple):
@@ -49,7 +49,7 @@ class NFTables(NamedTuple):
         """
         result = self._nft("list ruleset inet", as_json=True)
         if result.code:
-            raise failure("nft cannot list the rules", result)
+            raise _refused("nft cannot list the rules", result)
         return native_state.compare(rules, result.out)
 
     def apply(self, rules: Sequence[Rule], replace: Sequence[str] = ()) -> None:
@@ -68,7 +68,7 @@ class NFTables(NamedTuple):
     def _run(self, script: str) -> None:
         result = self._nft(script)
         if result.code:
-            raise failure("nft refused the rules", result)
+            raise _refused("nft refused the rules", result)
 
     def _nft(self, script: str, as_json: bool = False) -> Output:
         # Loaded by init.preload only: a single run is quicker without ctypes.
@@ -84,3 +84,11 @@ class NFTables(NamedTuple):
         if as_json:
             return self.tools.run(["nft", "-j", script])
         return self.tools.run(["nft", "-f", "-"], script)
+
+
+def _refused(what: str, result: Output) -> InitError:
+    """nft complains of every line that it does not understand, each with the line and a mark under it: the first says it."""
+    said = [line.strip() for line in result.err.splitlines() if line.strip(" ^~\t")]
+    more = sum("Error: " in line for line in said) - 1
+    why = ": ".join(said[:2]) or f"it said nothing, exit {result.code}"
+    return InitError(what, f"{why} (and {more} more)" if more > 0 else why, advice(result.err))

@@ -28,6 +28,12 @@ _PROBLEMS = {
 """Exit status of iptables (iptables: include/xtables.h, enum xtables_exittype)."""
 
 
+LOCK_ADVICE = (
+    "Make /run writable, name another file in XTABLES_LOCKFILE (with --cni-mode: in --network-namespace), or use "
+    "--backend nft, which needs no lock"
+)
+
+
 class Output(NamedTuple):
     """What a command left: exit code (minus the signal, if one ended it), stdout, stderr."""
 
@@ -137,9 +143,13 @@ def held(waited: float, path: str) -> LockHeld:
 
 def failure(what: str, result: Output) -> InitError:
     """The error for a command that failed, in the reference's words for iptables' exit codes."""
-    problem = _PROBLEMS.get(result.code, f"exit {result.code}")
     said = [line for line in result.err.strip().splitlines() if line.strip() and not line.startswith("Try `")]
-    return InitError(what, f"{problem}: {'; '.join(said) or 'it said nothing'}", advice(result.err))
+    return InitError(what, f"{problem(result.code)}: {'; '.join(said) or 'it said nothing'}", advice(result.err))
+
+
+def problem(code: int) -> str:
+    """What an exit status of iptables, or of the libxtables in this process, stands for."""
+    return _PROBLEMS.get(code, f"exit {code}")
 
 
 def advice(text: str) -> str:
@@ -148,7 +158,7 @@ def advice(text: str) -> str:
     if "permission denied" in lowered or "operation not permitted" in lowered:
         return "Run as root with NET_ADMIN and NET_RAW in the pod's network namespace"
     if "can't open lock file" in lowered:
-        return "Make /run writable, name another file in XTABLES_LOCKFILE, or use --backend nft, which needs no lock"
+        return LOCK_ADVICE
     if "chain already exists" in lowered or "file exists" in lowered:
         return "Rules of an earlier run are there: use --reconcile or --cleanup-only"
     # Legacy iptables blames the table where it may read the kernel's lists but not change them.
