@@ -38,12 +38,17 @@ SAVERS: dict[str, dict[Family, str]] = {
 
 
 class Result:
-    """What a run did: ``action`` is applied, unchanged, reconciled, replaced, cleaned or skipped."""
+    """What a run did.
+
+    ``action`` is what became of the rules: applied, unchanged, reconciled, replaced, cleaned or skipped. ``routing`` is
+    what was added or removed beside them: policy rules, routes, ``::6``.
+    """
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
         self.action = "skipped"
         self.drift: list[state.Drift] = []
+        self.routing: list[str] = []
         self.validated: bool | None = None
         self.docker_resolver = False
 
@@ -63,6 +68,7 @@ class Result:
                 }
                 for drift in self.drift
             ],
+            "routing": self.routing,
             "docker_resolver": self.docker_resolver,
             "validated": self.validated,
         }
@@ -94,10 +100,7 @@ def _run(config: Config, tools: Tools, result: Result, log: Log) -> None:
                 _native(config, tools, result)
             else:
                 _xtables(config, tools, result)
-            if config.cleanup_only:
-                routes.remove(config, log)
-            else:
-                routes.configure(config, log)
+            result.routing = (routes.remove if config.cleanup_only else routes.configure)(config, log)
         log.info(f"{result.backend}: {result.action}")
     if config.run_validation:
         from . import proof

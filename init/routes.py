@@ -25,6 +25,7 @@ from .log import Log
 HELPER = "::6"
 RTN_LOCAL, RT_SCOPE_HOST, RT_SCOPE_UNIVERSE = 2, 254, 0
 IF_INET6 = "/proc/net/if_inet6"
+_NAMES: dict[int, str] = {socket.AF_INET: "ipv4", socket.AF_INET6: "ipv6"}
 
 
 def numbers(config: Config) -> tuple[int, int] | None:
@@ -42,8 +43,8 @@ def numbers(config: Config) -> tuple[int, int] | None:
     )
 
 
-def configure(config: Config, log: Log) -> None:
-    """Adds what is missing of ``::6``, the policy rule and the route.
+def configure(config: Config, log: Log) -> list[str]:
+    """Adds what is missing of ``::6``, the policy rule and the route; gives what it added, one phrase each.
 
     Raises:
         InitError: the kernel refuses.
@@ -51,24 +52,26 @@ def configure(config: Config, log: Log) -> None:
     policy = numbers(config)
     helper = config.ipv6 and not has_helper()
     if not helper and policy is None:
-        return
+        return []
     with _netlink() as route:
         lo = _lo(route)
+        done = _Done(log)
         if helper:
-            _try("add ::6 to lo", route.addr, {"index": lo, "address": HELPER, "prefixlen": 128}, errno.EEXIST)
-            log.info("added ::6 to lo")
-        if policy is None:
-            return
-        mark, table = policy
-        for family in _families(config):
-            if not list(_rules(route, family, mark, table)):
-                _try("add the policy rule", route.rule, _policy(family, mark, table))
-            _try("add the local route", route.route, _route(family, table, lo), errno.EEXIST)
-        log.info(f"packets with mark {mark} are routed to lo by table {table}")
+            address = {"index": lo, "address": HELPER, "prefixlen": 128}
+            done.attempt("add ::6 to lo", route.addr, address, errno.EEXIST)
+        if policy is not None:
+            mark, table = policy
+            for family in _families(config):
+                if not list(_rules(route, family, mark, table)):
+                    what = f"add the {_NAMES[family]} rule for mark {mark}"
+                    done.attempt(what, route.rule, _policy(family, mark, table))
+                what = f"add the {_NAMES[family]} route of table {table}"
+                done.attempt(what, route.route, _route(family, table, lo), errno.EEXIST)
+    return done.said
 
 
-def remove(config: Config, log: Log) -> None:
-    """Takes away what ``configure`` adds, as far as it is there, in both families.
+def remove(config: Config, log: Log) -> list[str]:
+    """Takes away what ``configure`` adds, as far as it is there, in both families; gives what it removed.
 
     Raises:
         InitError: the kernel refuses.
@@ -82,21 +85,19 @@ def remove(config: Config, log: Log) -> None:
         mark, table = 0, 0
     with _netlink() as route:
         lo = _lo(route)
+        done = _Done(log)
         if helper:
-            _try(
-                "remove ::6 from lo",
-                route.addr,
-                {"index": lo, "address": HELPER, "prefixlen": 128},
-                errno.EADDRNOTAVAIL,
-            )
-            log.info("removed ::6 from lo")
+            address = {"index": lo, "address": HELPER, "prefixlen": 128}
+            done.attempt("remove ::6 from lo", route.addr, address, errno.EADDRNOTAVAIL)
         families = (socket.AF_INET, socket.AF_INET6) if environment.has_ipv6() else (socket.AF_INET,)
         for family in families if mark and table else ():
             for rule in list(_rules(route, family, mark, table)):
                 request = {**_policy(family, mark, table), "priority": rule.get("priority")}
-                _try("remove the policy rule", route.rule, request, errno.ENOENT)
-                log.info(f"removed the policy rule for mark {mark}")
-            _try("remove the local route", route.route, _route(family, table, lo), errno.ESRCH, errno.ENOENT)
+                what = f"remove the {_NAMES[family]} rule for mark {mark}"
+                done.attempt(what, route.rule, request, errno.ENOENT)
+            what = f"remove the {_NAMES[family]} route of table {table}"
+            done.attempt(what, route.route, _route(family, table, lo), errno.ESRCH, errno.ENOENT)
+    return done.said
 
 
 def has_helper() -> bool:
@@ -143,20 +144,29 @@ def _rules(route: Any, family: int, mark: int, table: int) -> Any:
             yield rule
 
 
-def _try(what: str, call: Callable[..., object], request: Mapping[str, object], *tolerated: int) -> None:
-    """Calls a pyroute2 method as ``call(verb, **request)``, the verb being the first word of ``what``."""
-    from pyroute2 import NetlinkError
+class _Done:
+    """What was changed, each said in the log and kept in ``said``."""
 
-    verb = what.split(" ", 1)[0]
-    try:
-        call({"remove": "del"}.get(verb, verb), **request)
-    except NetlinkError as error:
-        if error.code not in tolerated:
-            raise InitError(
-                "failed to configure routes", f"cannot {what}: {error.args[-1]}", _step(error.code)
-            ) from None
-    except OSError as error:
-        raise InitError("failed to configure routes", f"cannot {what}: {error}") from None
+    def __init__(self, log: Log) -> None:
+        self.log, self.said = log, list[str]()
+
+    def attempt(self, what: str, call: Callable[..., object], request: Mapping[str, object], *tolerated: int) -> None:
+        """Calls a pyroute2 method as ``call(verb, **request)``, the verb being the first word of ``what``."""
+        from pyroute2 import NetlinkError
+
+        verb, rest = what.split(" ", 1)
+        try:
+            call({"remove": "del"}.get(verb, verb), **request)
+        except NetlinkError as error:
+            if error.code not in tolerated:
+                raise InitError(
+                    "failed to configure routes", f"cannot {what}: {error.args[-1]}", _step(error.code)
+                ) from None
+        except OSError as error:
+            raise InitError("failed to configure routes", f"cannot {what}: {error}") from None
+        else:
+            self.said.append(f"{verb.removesuffix('e')}ed {rest}")
+            self.log.info(self.said[-1])
 
 
 def _step(code: int) -> str:

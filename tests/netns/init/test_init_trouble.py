@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from init_pod import DEFAULT, HERE, PEER, Net, ask, listen
+from init_pod import DEFAULT, HERE, PEER, Net, Run, ask, listen
 
 from init import detect, edits, libiptc, rules, xtables
 from init.config import Config
@@ -382,6 +382,56 @@ def test_no_time_is_the_cause_where_there_was_none(pods: Net) -> None:
     run = pods.pod.init(*DEFAULT, "--ipv6=off", "--run-validation", env={"PROBE_TIMEOUT": "abc"})
     assert run.code == 126
     assert "Cause: no time: the probe timeout is 0s" in run.err
+
+
+@pytest.mark.parametrize("backend", [*XTABLES, "native-nft"])
+@pytest.mark.parametrize(
+    ("args", "value", "rule"),
+    [
+        (["-u", "nosuch"], "nosuch", "-m owner --uid-owner nosuch -j ISTIO_IN_REDIRECT"),
+        (["-u", "1", "-b", "70000"], "70000", "-A ISTIO_INBOUND -p tcp --dport 70000 -j ISTIO_IN_REDIRECT"),
+    ],
+)
+def test_a_value_that_is_refused_is_named_with_its_rule(
+    backend: str, args: list[str], value: str, rule: str, pods: Net
+) -> None:
+    run = pods.pod.init("--ipv6=off", *args, QUIET, f"--backend={backend}")
+    assert run.code == 1
+    assert run.err.count("\n") == 1
+    if backend == "native-nft":
+        assert "xtables" not in run.err, "nft is another program"
+        assert run.err.count("add rule") == 1, "the first rule that it refused, not all of them"
+        assert f" {value} " in run.err
+    else:
+        assert rule in run.err
+        assert "error -" not in run.err
+
+
+# --- policy routing -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["legacy", "nft", "native-nft"])
+def test_what_is_done_beside_the_rules_is_reported(backend: str, pods: Net) -> None:
+    args = [*DEFAULT, "-m", "TPROXY", "--ipv6=on", f"--backend={backend}", "--json"]
+    families = ("ipv4", "ipv6")
+    everything = [
+        "::6",
+        *(f"the {name} {what}" for name in families for what in ("rule for mark 1337", "route of table 133")),
+    ]
+
+    def added(run: Run) -> list[str]:
+        assert run.code == 0, run.err
+        return [line.removeprefix("added ").removesuffix(" to lo") for line in run.document["routing"]]
+
+    assert added(pods.pod.init(*args)) == everything
+    assert added(pods.pod.init(*args)) == []
+    pods.pod.tool("ip", "rule", "del", "fwmark", "1337")
+    mended = pods.pod.init(*args)
+    assert mended.document["action"] == "unchanged", "the rules"
+    assert added(mended) == ["the ipv4 rule for mark 1337"]
+    cleaned = pods.pod.init(*args, "--cleanup-only").document["routing"]
+    assert [line.removeprefix("removed ").removesuffix(" from lo") for line in cleaned] == everything
+    assert pods.pod.init(*args, "--cleanup-only").document["routing"] == []
 
 
 # --- Docker ---------------------------------------------------------------------------------
