@@ -152,6 +152,21 @@ def script(block: Block, codes: str) -> str:
     return "\n".join([*lines, "exit 0", ""])
 
 
+def linked(document: Path) -> set[Path]:
+    """The files and folders of this repository that a document links to."""
+    targets = re.findall(r"\]\((?!\w+:)([^)#]+)", document.read_text())
+    return {(document.parent / target).resolve() for target in targets}
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    assert {page for page in DOCUMENTS if page.parent.name == "docs"} <= linked(ROOT / "README.md")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_leads_somewhere(document: Path) -> None:
+    assert [target for target in linked(document) if not target.exists()] == []
+
+
 def test_no_command_hides_in_a_block_of_another_language() -> None:
     assert [str(b) for b in ALL if b.commands and b.language not in LANGUAGES] == []
 
