@@ -64,7 +64,7 @@ def compare(rules: Sequence[Rule], listing: str) -> list[Drift]:
             continue
         words = dict(zip(map(form, want or ()), expected, strict=True))
         forms = [of_json(expr) for expr in have]
-        actual = tuple(words.get(key, json.dumps(expr)) for key, expr in zip(forms, have, strict=True))
+        actual = tuple(words.get(key, text(expr)) for key, expr in zip(forms, have, strict=True))
         if want is None:
             drifts.append(Drift("inet", table, chain, "unexpected", (), actual))
         elif list(words) != forms or len(words) != len(want):
@@ -120,6 +120,35 @@ def of_json(expressions: Sequence[dict[str, Any]]) -> Form:
         else:
             statements.append(("other", json.dumps(expression, sort_keys=True)))
     return frozenset(_without_protocol(matches) if ported else matches), tuple(statements)
+
+
+def text(expressions: Sequence[dict[str, Any]]) -> str:
+    """A listed rule in nft's words, without counter values; what we never write stays JSON."""
+    return " ".join(_word(*next(iter(expression.items()))) for expression in expressions)
+
+
+def _word(name: str, value: Any) -> str:
+    if name == "match":
+        key = _key(value["left"])
+        if key.startswith("{"):
+            return json.dumps({name: value})
+        right = _right(key, value["right"])
+        if isinstance(value["right"], dict) and "set" in value["right"]:
+            right = f"{{ {', '.join(_right(key, item) for item in value['right']['set'])} }}"
+        shown = key.removeprefix("meta ") if key != "meta l4proto" else key
+        return f"{shown} {'' if value['op'] in ('==', 'in') else value['op'] + ' '}{right}"
+    if name == "counter" or name in _VERDICTS:
+        return name
+    if name in ("jump", "goto"):
+        return f"{name} {value['target']}"
+    if name == "redirect" and isinstance(value, dict) and set(value) == {"port"}:
+        return f"redirect to :{value['port']}"
+    if name == "mangle":
+        target = value["value"]
+        return f"{_key(value['key'])} set {_key(target) if isinstance(target, dict) else target}"
+    if name == "tproxy" and "addr" not in value:
+        return f"tproxy {value.get('family', '')} to :{value.get('port')}"
+    return json.dumps({name: value})
 
 
 def _read(

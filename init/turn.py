@@ -89,7 +89,7 @@ def _wait_for_its_end(deadline: float, log: Log) -> str:
         holder = _named(pid)
         left = deadline - time.monotonic()
         if left > 0:
-            log.info(f"waiting for another run in this network namespace, {holder}" if holder else "waiting")
+            log.info(f"waiting for another run in this network namespace{holder and ': ' + holder}")
             ended = select.poll()
             # Nobody accepts or answers: the only event is its end.
             ended.register(other, 0)
