@@ -6,7 +6,8 @@ the kernel keeps for each network namespace by itself. That needs no file (a con
 /run) and is let go when the last process that has the socket ends, however it ends. Commands inherit the socket: one
 that goes on after its run was killed still keeps the next run waiting.
 
-Istio's own istio-iptables does not know the name; only the xtables lock stands between it and a run.
+Any process of the network namespace can take the name, an application too: no rule is changed then, and the error says
+who has it. Istio's own istio-iptables does not know the name; only the xtables lock stands between it and a run.
 
 Source: unix(7), network_namespaces(7).
 """
@@ -98,6 +99,13 @@ def _wait_for_its_end(deadline: float, log: Log) -> str:
 
 
 def _named(pid: int) -> str:
+    """``pid`` is the run that took the lock; 0 if it lives in a pid namespace that this one does not see."""
     if not pid:
         return ""
-    return f"held by pid {pid}" if os.path.exists(f"/proc/{pid}") else f"held by a command that pid {pid} has left"
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return f"held by a command that pid {pid} has left"
+    except PermissionError:
+        pass
+    return f"held by pid {pid}"
