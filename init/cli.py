@@ -6,6 +6,7 @@ Order of a run: istio/istio: tools/istio-iptables/pkg/cmd/root.go.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
     try:
         parsed = flags.parse(argv, environ)
         if parsed.help:
-            sys.stdout.write(flags.usage())
+            _say(flags.usage())
             return 0
         log = _log(parsed)
         return _run(parsed, environ, log)
@@ -87,8 +88,20 @@ def _run(parsed: flags.Parsed, environ: Mapping[str, str], log: Log) -> int:
 
     result = run(config, environ, log)
     if config.json:
-        sys.stdout.write(json.dumps({**result.document(), "warnings": log.warnings}, indent=2) + "\n")
+        report = json.dumps({**result.document(), "warnings": log.warnings}, indent=2)
+        _say(f"{report}\n", "Only the report is lost: the run is done")
     return 0
+
+
+def _say(text: str, comfort: str = "") -> None:
+    """Writes to standard output. Raises InitError where it is closed, full, or a pipe that nobody reads any more."""
+    try:
+        if sys.stdout is None:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        raise InitError("cannot write to standard output", error.strerror or str(error), comfort) from None
 
 
 def _dry_run(config: Config, environ: Mapping[str, str], log: Log) -> int:
@@ -119,8 +132,7 @@ def _dry_run(config: Config, environ: Mapping[str, str], log: Log) -> int:
         document = {"backend": config.backend, "documents": documents, "rules": described}
     if config.json:
         text = json.dumps({"action": "dry-run", **document, "warnings": log.warnings}, indent=2) + "\n"
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    _say(text)
     return 0
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 
 from .errors import InitError
 
@@ -17,7 +18,10 @@ LEVELS = {"none": 0, "fatal": 1, "error": 2, "warn": 3, "info": 4, "debug": 5}
 
 
 class Log:
-    """Where lines go and how they look. ``warnings`` keeps what was warned of, for ``--json``."""
+    """Where lines go and how they look. ``warnings`` keeps what was warned of, for ``--json``.
+
+    A line that cannot be written is lost and nothing else: whoever reads the log must not be able to stop a run half-way.
+    """
 
     def __init__(
         self, level: int = LEVELS["info"], as_json: bool = False, targets: tuple[str, ...] = ("stderr",)
@@ -59,16 +63,23 @@ class Log:
         else:
             text = f"{level}: {message}\n"
         for target in self.targets:
-            if target in ("stdout", "stderr"):
-                stream = sys.stdout if target == "stdout" else sys.stderr
-                stream.write(text)
-                stream.flush()
-            else:
-                descriptor = _open(target)
-                try:
-                    os.write(descriptor, text.encode())
-                finally:
-                    os.close(descriptor)
+            with suppress(OSError):
+                _append(target, text)
+
+
+def _append(target: str, text: str) -> None:
+    if target in ("stdout", "stderr"):
+        stream = sys.stdout if target == "stdout" else sys.stderr
+        # None: it was closed before the start.
+        if stream is not None:
+            stream.write(text)
+            stream.flush()
+        return
+    descriptor = _open(target)
+    try:
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)
 
 
 def level_of(spec: str) -> int:
