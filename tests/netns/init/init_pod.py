@@ -18,13 +18,16 @@ import signal
 import socket
 import struct
 import subprocess
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyroute2  # noqa: F401  (loaded once, so that each forked run is as quick as in the lab)
+import pytest
 
 import init.libiptc  # noqa: F401
 from init import cli, proof
@@ -44,7 +47,13 @@ LOOPBACK = {4: "127.0.0.1", 6: "::1"}
 POD, PEER = {4: "10.9.0.2", 6: "fd09::2"}, {4: "10.9.0.1", 6: "fd09::1"}
 PEER_RESOLVER = {4: "10.9.0.53", 6: "fd09::53"}
 
-BACKENDS = ("legacy", "legacy-restore", "nft", "native-nft")
+ROOT = Path(__file__).parents[3]
+APP, PROXY = 1000, 1337
+QUIET = "--log_output_level=error"
+XTABLES = ("legacy", "legacy-restore", "nft")
+BACKENDS = (*XTABLES, "native-nft")
+xtables_backends = pytest.mark.parametrize("backend", XTABLES)
+backends = pytest.mark.parametrize("backend", BACKENDS)
 DEFAULT = [
     "-p",
     "15001",
@@ -111,14 +120,17 @@ class Place:
         os.close(writer)
         return pid, reader
 
-    def call(self, work: Callable[[], Any], uid: int = 0, gid: int | None = None) -> Any:
-        """The JSON-able result of ``work()`` done here as ``uid``."""
+    def start(self, work: Callable[[], Any], uid: int = 0, gid: int | None = None) -> tuple[int, int]:
+        """Begins ``work()`` here as ``uid``; ``finish`` gives its JSON-able result."""
 
         def body(pipe: int) -> None:
             faulthandler.dump_traceback_later(PATIENCE, exit=True)
             os.write(pipe, json.dumps(work()).encode())
 
-        pid, reader = self.fork(body, uid, gid)
+        return self.fork(body, uid, gid)
+
+    def finish(self, pid: int, reader: int) -> Any:
+        """The result of what was started."""
         try:
             with os.fdopen(reader) as told:
                 text = told.read()
@@ -129,6 +141,10 @@ class Place:
             _, status = os.waitpid(pid, 0)
         assert status == 0, f"a child in {self.name} failed"
         return json.loads(text)
+
+    def call(self, work: Callable[[], Any], uid: int = 0, gid: int | None = None) -> Any:
+        """The JSON-able result of ``work()`` done here as ``uid``."""
+        return self.finish(*self.start(work, uid, gid))
 
     def serve(
         self, *servers: Callable[[], Callable[[], None]], uid: int, gid: int | None = None, net_admin: bool = False
@@ -150,6 +166,14 @@ class Place:
     def init(self, *args: str, env: Mapping[str, str] | None = None) -> Run:
         """One run of the program here, in a forked child as the lab does it."""
         return Run(*self.call(lambda: HERE.init(*args, env=env)))
+
+    def program(
+        self, *args: str, words: Sequence[str] = ("-m", "init"), prefix: Sequence[str] = ()
+    ) -> subprocess.CompletedProcess[str]:
+        """One run as a program of its own, for the user 1337; ``prefix`` is a program that starts it."""
+        entered = ["nsenter", f"--net=/run/netns/{self.name}", *prefix, sys.executable, *words]
+        argv = [*entered, "-u", "1337", QUIET, *args]
+        return subprocess.run(argv, capture_output=True, text=True, check=False, cwd=ROOT, timeout=PATIENCE)
 
     def tool(self, *argv: str, text: str = "", check: bool = True) -> str:
         """The output of a program run here."""
@@ -208,6 +232,19 @@ def net() -> Iterator[Net]:
     finally:
         for place in places:
             place.close()
+
+
+def tool_of(backend: str, family: str = "ipv4") -> str:
+    """The program that shows and changes the rules of a back end: ``iptables-nft``, ``ip6tables-legacy``."""
+    return f"{'iptables' if family == 'ipv4' else 'ip6tables'}-{'legacy' if backend.startswith('legacy') else 'nft'}"
+
+
+def stand_in(directory: Path, name: str, script: str) -> dict[str, str]:
+    """A shell script in place of a tool; gives the environment in which it is found first."""
+    path = directory / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return {"PATH": f"{directory}:{os.environ['PATH']}"}
 
 
 # --- what runs inside -----------------------------------------------------------------------
@@ -269,7 +306,9 @@ def answer_udp(port: int, text: str, *addresses: str) -> Callable[[], Callable[[
             while True:
                 for sock in select.select(socks, [], [])[0]:
                     _, peer = sock.recvfrom(2048)
-                    sock.sendto(f"{text} {peer[0]} {peer[1]}".encode(), peer)
+                    # A guard rule refuses the answer; the next one may pass.
+                    with contextlib.suppress(PermissionError):
+                        sock.sendto(f"{text} {peer[0]} {peer[1]}".encode(), peer)
 
         return loop
 

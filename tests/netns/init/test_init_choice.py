@@ -6,20 +6,15 @@ import contextlib
 import fcntl
 import os
 import socket
-import stat
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from init_pod import BACKENDS, DEFAULT, POD, Net, listen
+from init_pod import BACKENDS, DEFAULT, HERE, POD, QUIET, Net, backends, listen, stand_in
 
 pytestmark = pytest.mark.root
-
-ROOT = Path(__file__).parents[3]
-QUIET = "--log_output_level=error"
 
 
 # --- choice ---------------------------------------------------------------------------------
@@ -51,23 +46,20 @@ def test_each_name_is_obeyed(pods: Net) -> None:
         assert pods.pod.init(*DEFAULT, "--ipv6=off", "--json", *args).document["backend"] == name
 
 
-def broken(directory: Path, tool: str, says: str, code: int = 1) -> None:
-    """A program that fails as the real one does where the kernel lacks something."""
-    path = directory / tool
-    path.write_text(
-        f"#!/bin/sh\ncase $1 in --version) echo 'v1.8.9 (legacy)';; *) [ -t 0 ] || cat >/dev/null; echo '{says}' >&2; exit {code};; esac\n"
-    )
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+def broken(directory: Path, tool: str, says: str, code: int = 1) -> dict[str, str]:
+    """A program that fails as the real one does where the kernel lacks something; gives the environment with it."""
+    script = f"case $1 in --version) echo 'v1.8.9 (legacy)';; *) [ -t 0 ] || cat >/dev/null; echo '{says}' >&2; exit {code};; esac"
+    return stand_in(directory, tool, script)
 
 
 def test_a_kernel_without_nf_tables_is_named_and_plain_iptables_is_tried(pods: Net, tmp_path: Path) -> None:
     says = "iptables: Failed to initialize nft: Protocol not supported"
-    broken(tmp_path, "iptables-nft-restore", says)
-    run = pods.pod.init(*DEFAULT, "--ipv6=off", "--json", env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    env = broken(tmp_path, "iptables-nft-restore", says)
+    run = pods.pod.init(*DEFAULT, "--ipv6=off", "--json", env=env)
     # Plain iptables is legacy or nft, as the machine has it.
     assert (run.code, run.document["action"]) == (0, "applied")
     broken(tmp_path, "iptables-restore", "iptables-restore: can not initialize iptables table nat")
-    run = pods.pod.init("--ipv6=off", QUIET, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    run = pods.pod.init("--ipv6=off", QUIET, env=env)
     if run.code:
         assert says in run.err
         assert "no usable iptables for ipv4" in run.err
@@ -90,8 +82,7 @@ def test_no_program_is_one_line(pods: Net, tmp_path: Path, monkeypatch: pytest.M
 
 def test_missing_ip6tables_matters_only_with_ipv6(pods: Net, tmp_path: Path) -> None:
     for tool in ("ip6tables-nft-restore", "ip6tables-restore", "ip6tables-legacy-restore"):
-        broken(tmp_path, tool, "ip6tables: no kernel support")
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        env = broken(tmp_path, tool, "ip6tables: no kernel support")
     assert pods.pod.init("--ipv6=off", env=env).code == 0
     assert pods.pod.init("--ipv6=off", "--cleanup-only").code == 0
     run = pods.pod.init("--ipv6=on", QUIET, env=env)
@@ -101,11 +92,7 @@ def test_missing_ip6tables_matters_only_with_ipv6(pods: Net, tmp_path: Path) -> 
 
 def test_without_root_there_is_one_clear_line(pods: Net, as_user: Callable[[int], list[str]]) -> None:
     for backend in BACKENDS:
-        done = subprocess.run(
-            ["nsenter", f"--net=/run/netns/{pods.pod.name}", *as_user(1000),
-             sys.executable, "-m", "init", "--ipv6=off", "-u", "1337", QUIET, f"--backend={backend}"],
-            capture_output=True, text=True, check=False, cwd=ROOT,
-        )  # fmt: skip
+        done = pods.pod.program("--ipv6=off", f"--backend={backend}", prefix=as_user(1000))
         assert done.returncode == 1, backend
         assert done.stderr.count("\n") == 1, done.stderr
         assert "Run as root" in done.stderr or "Permission denied" in done.stderr, done.stderr
@@ -175,7 +162,7 @@ def test_a_lock_that_is_let_go_is_waited_for(backend: str, pods: Net, tmp_path: 
 # --- validation -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@backends
 @pytest.mark.parametrize("ipv6", ["off", "on"])
 @pytest.mark.parametrize("mode", ["REDIRECT", "TPROXY"])
 def test_a_packet_proves_the_rules(backend: str, ipv6: str, mode: str, pods: Net) -> None:
@@ -185,22 +172,9 @@ def test_a_packet_proves_the_rules(backend: str, ipv6: str, mode: str, pods: Net
 
 
 def validate(pods: Net, *args: str, uid: int = 1337, path: str = "") -> tuple[int, str]:
-    def work() -> list[object]:
-        import contextlib
-        import io
-
-        from init import cli
-
-        err = io.StringIO()
-        with contextlib.redirect_stderr(err):
-            code = cli.main(
-                ["--skip-rule-apply", "--run-validation", "--probe-timeout=200ms", "--ipv6=off", "-u", "1337", *args],
-                {"PATH": path},
-            )
-        return [code, err.getvalue()]
-
-    code, text = pods.pod.call(work, uid=uid)
-    return code, text
+    words = ["--skip-rule-apply", "--run-validation", "--probe-timeout=200ms", "--ipv6=off", "-u", "1337", *args]
+    code, _, err = pods.pod.call(lambda: HERE.init(*words, env={"PATH": path}), uid=uid)
+    return code, err
 
 
 def test_the_validation_container_runs_as_the_proxy(pods: Net) -> None:
@@ -353,10 +327,7 @@ def test_nothing_heavy_is_imported_where_it_is_not_needed(backend: str, ipv6: st
         "import sys; from init.cli import main; code = main(sys.argv[1:]); "
         "print(code, *sorted({name.partition('.')[0] for name in sys.modules}))"
     )
-    argv = [sys.executable, "-c", code, *DEFAULT, f"--ipv6={ipv6}", f"--backend={backend}", QUIET]
-    done = subprocess.run(
-        ["nsenter", f"--net=/run/netns/{pods.pod.name}", *argv], capture_output=True, text=True, check=True, cwd=ROOT
-    )
+    done = pods.pod.program(*DEFAULT, f"--ipv6={ipv6}", f"--backend={backend}", words=("-c", code))
     exit_code, *modules = done.stdout.split()
     assert exit_code == "0", done.stderr
     assert not absent & set(modules)

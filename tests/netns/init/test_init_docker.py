@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from init_pod import BACKENDS, DEFAULT, Net, answer_udp, ask_udp, listen
+from init_pod import APP, DEFAULT, PROXY, Net, answer_udp, ask_udp, backends, listen, tool_of
 
 pytestmark = pytest.mark.root
 
-APP, PROXY = 1000, 1337
 RESOLVER, PORT = "127.0.0.11", 38211
 DNS = ["--redirect-dns", f"--dns-servers={RESOLVER}"]
 
-backends = pytest.mark.parametrize("backend", BACKENDS)
 
-
-def dockerd(made: Net, kind: str) -> None:
+def dockerd(made: Net, backend: str) -> None:
     """What dockerd sets up in a container's namespace (moby/moby: libnetwork/resolver_unix.go)."""
     rules = (
         "*nat\n:DOCKER_OUTPUT - [0:0]\n:DOCKER_POSTROUTING - [0:0]\n"
@@ -24,18 +21,14 @@ def dockerd(made: Net, kind: str) -> None:
         f"-A DOCKER_POSTROUTING -s {RESOLVER}/32 -p tcp -m tcp --sport {PORT} -j SNAT --to-source :53\n"
         f"-A DOCKER_POSTROUTING -s {RESOLVER}/32 -p udp -m udp --sport {PORT} -j SNAT --to-source :53\nCOMMIT\n"
     )
-    made.pod.tool(f"iptables-{kind}-restore", "--noflush", text=rules)
+    made.pod.tool(f"{tool_of(backend)}-restore", "--noflush", text=rules)
     made.pod.serve(answer_udp(PORT, "docker", RESOLVER), uid=0)
     made.pod.serve(answer_udp(15053, "agent", "127.0.0.1"), listen(15001), uid=PROXY)
 
 
-def kind_of(backend: str) -> str:
-    return "legacy" if backend.startswith("legacy") else "nft"
-
-
 @backends
 def test_app_is_captured_and_the_agent_reaches_docker(backend: str, pods: Net) -> None:
-    dockerd(pods, kind_of(backend))
+    dockerd(pods, backend)
     assert pods.pod.call(ask_udp(RESOLVER, 53), uid=APP).startswith("docker "), "the simulation works without our rules"
     run = pods.pod.init(*DEFAULT, "--ipv6=off", *DNS, f"--backend={backend}")
     assert run.code == 0, run.err
@@ -50,7 +43,7 @@ def test_app_is_captured_and_the_agent_reaches_docker(backend: str, pods: Net) -
 @backends
 def test_the_deviation_is_what_keeps_both_working(backend: str, pods: Net) -> None:
     """With the reference's rules behind Docker's jump the app is not captured, and the agent gets no answer."""
-    dockerd(pods, kind_of(backend))
+    dockerd(pods, backend)
     # The reference's rules: another listed server, so that no deviation is made, and ours added by hand.
     document = pods.pod.init(*DEFAULT, "--ipv6=off", *DNS, f"--backend={backend}", "--dry-run").out
     assert f"-s {RESOLVER}/32 -j CT --zone 1" in document or f"ip saddr {RESOLVER}/32 counter ct zone set 1" in document
@@ -60,7 +53,7 @@ def test_the_deviation_is_what_keeps_both_working(backend: str, pods: Net) -> No
     plain = plain.replace("-I OUTPUT 1 -j ISTIO_OUTPUT", "-A OUTPUT -j ISTIO_OUTPUT").replace(
         "priority -101", "priority -100"
     )
-    tool = ["nft", "-f", "-"] if backend == "native-nft" else [f"iptables-{kind_of(backend)}-restore", "--noflush"]
+    tool = ["nft", "-f", "-"] if backend == "native-nft" else [f"{tool_of(backend)}-restore", "--noflush"]
     pods.pod.tool(*tool, text=plain)
     if backend != "native-nft":
         # Of two nft hooks with one priority either may be first.
@@ -72,7 +65,7 @@ def test_the_deviation_is_what_keeps_both_working(backend: str, pods: Net) -> No
 
 @backends
 def test_second_run_and_cleanup_with_docker(backend: str, pods: Net) -> None:
-    dockerd(pods, kind_of(backend))
+    dockerd(pods, backend)
     before = pods.pod.save()
     args = [*DEFAULT, "--ipv6=off", *DNS, f"--backend={backend}", "--json"]
     assert pods.pod.init(*args).document["docker_resolver"] is True
@@ -91,7 +84,7 @@ def test_docker_first_is_drift_and_is_mended(backend: str, pods: Net) -> None:
     dockerd(pods, backend)
     args = [*DEFAULT, "--ipv6=off", *DNS, f"--backend={backend}", "--json"]
     assert pods.pod.init(*args).code == 0
-    tool = f"iptables-{backend}"
+    tool = tool_of(backend)
     pods.pod.tool(tool, "-t", "nat", "-D", "OUTPUT", "-j", "ISTIO_OUTPUT")
     pods.pod.tool(tool, "-t", "nat", "-A", "OUTPUT", "-j", "ISTIO_OUTPUT")
     assert pods.pod.init(*args).code == 1
@@ -105,9 +98,9 @@ def test_only_then(backend: str, pods: Net) -> None:
     args = [*DEFAULT, "--ipv6=off", f"--backend={backend}", "--json"]
     assert pods.pod.init(*args, *DNS).document["docker_resolver"] is False
     assert pods.pod.init(*args, "--cleanup-only").code == 0
-    dockerd(pods, kind_of(backend))
+    dockerd(pods, backend)
     assert pods.pod.init(*args, "--redirect-dns", "--dns-servers=10.9.0.53").document["docker_resolver"] is False
     if backend != "native-nft":
-        rules = pods.pod.tool(f"iptables-{kind_of(backend)}", "-t", "nat", "-S", "OUTPUT").splitlines()
+        rules = pods.pod.tool(tool_of(backend), "-t", "nat", "-S", "OUTPUT").splitlines()
         assert rules[1:] == [f"-A OUTPUT -d {RESOLVER}/32 -j DOCKER_OUTPUT", "-A OUTPUT -j ISTIO_OUTPUT"]
     assert pods.pod.init(*args, "--redirect-dns", "--dns-servers=10.9.0.53").document["action"] == "unchanged"

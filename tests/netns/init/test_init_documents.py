@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
-from init_pod import BACKENDS, Net, net
+from init_pod import Net, backends, net
 
 from init import native, program, restore, rules
 from init.config import Config
@@ -47,7 +47,7 @@ def test_documents_are_accepted_by_the_tools(place: Net, config: Config) -> None
         place.pod.tool("nft", "-c", "-f", "-", text=native.script(native.build(config), comments))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@backends
 @FEW
 @given(config=configs())
 def test_what_is_applied_is_found_again(place: Net, backend: str, config: Config) -> None:

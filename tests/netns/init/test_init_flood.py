@@ -14,11 +14,24 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from init_pod import BACKENDS, DEFAULT, LOOPBACK, PEER, PEER_RESOLVER, WAIT, Net, answer_udp, listen
+from init_pod import (
+    APP,
+    DEFAULT,
+    LOOPBACK,
+    PEER,
+    PEER_RESOLVER,
+    PROXY,
+    QUIET,
+    WAIT,
+    Net,
+    answer_udp,
+    backends,
+    listen,
+    tool_of,
+)
 
 pytestmark = pytest.mark.root
 
-APP, PROXY = 1000, 1337
 ROUNDS = 5
 FENCE_PORT = 9
 ETH_P_ALL = 3
@@ -31,9 +44,9 @@ def sidecar(pods: Net) -> Net:
     return pods
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@backends
 def test_nothing_leaks_while_rules_are_reconciled(backend: str, sidecar: Net) -> None:
-    args = [*DEFAULT, "--ipv6=on", *_dns(), f"--backend={backend}", "--json", "--log_output_level=error"]
+    args = [*DEFAULT, "--ipv6=on", *_dns(), f"--backend={backend}", "--json", QUIET]
     assert sidecar.pod.init(*args).code == 0
     with judge(sidecar) as verdict, flood(sidecar) as sent:
         for _ in range(ROUNDS):
@@ -70,8 +83,7 @@ def _drift(made: Net, backend: str) -> None:
     if backend == "native-nft":
         made.pod.tool("nft", "add rule inet istio-proxy-nat istio-redirect icmp type echo-request counter return")
     else:
-        tool = f"iptables-{backend.removesuffix('-restore')}"
-        made.pod.tool(tool, "-t", "nat", "-A", "ISTIO_REDIRECT", "-p", "icmp", "-j", "RETURN")
+        made.pod.tool(tool_of(backend), "-t", "nat", "-A", "ISTIO_REDIRECT", "-p", "icmp", "-j", "RETURN")
 
 
 @contextlib.contextmanager

@@ -7,7 +7,22 @@ import random
 import re
 
 import pytest
-from init_pod import BACKENDS, DEFAULT, HERE, PEER, POD, Here, Net, Place, ask, listen, net
+from init_pod import (
+    DEFAULT,
+    HERE,
+    PEER,
+    POD,
+    XTABLES,
+    Here,
+    Net,
+    Place,
+    ask,
+    backends,
+    listen,
+    net,
+    tool_of,
+    xtables_backends,
+)
 
 pytestmark = pytest.mark.root
 
@@ -15,21 +30,13 @@ FULL = [
     "--ipv6=on", "-u", "1337", "-m", "TPROXY", "-i", "10.0.0.0/8,fd00::/8", "-x", "10.1.0.0/16", "-b", "*", "-d", "15020,15021", "-o", "25",
     "-q", "7000", "-k", "veth9", "-c", "eth7", "--redirect-dns", "--dns-servers=10.9.0.53,fd09::53", "--drop-invalid",
 ]  # fmt: skip
-XTABLES = tuple(backend for backend in BACKENDS if backend != "native-nft")
-backends = pytest.mark.parametrize("backend", BACKENDS)
-xtables = pytest.mark.parametrize("backend", XTABLES)
-
-
-def iptables(backend: str, family: str = "ipv4", what: str = "") -> str:
-    name = "iptables" if family == "ipv4" else "ip6tables"
-    return f"{name}-{backend.removesuffix('-restore')}{what}"
 
 
 def counters(pod: Place, backend: str) -> list[int]:
     """The packet counter of each rule."""
     if backend == "native-nft":
         return [int(count) for count in re.findall(r"packets (\d+)", pod.tool("nft", "list", "ruleset", "inet"))]
-    text = "".join(pod.tool(iptables(backend, family, "-save"), "-c") for family in ("ipv4", "ipv6"))
+    text = "".join(pod.tool(f"{tool_of(backend, family)}-save", "-c") for family in ("ipv4", "ipv6"))
     return [int(count) for count in re.findall(r"^\[(\d+):", text, re.MULTILINE)]
 
 
@@ -81,7 +88,7 @@ def test_back_ends_give_the_kernel_the_same_rules() -> None:
         with net() as made:
             assert made.pod.init(*FULL, f"--backend={backend}").code == 0
             saved = made.pod.save()
-            texts = [saved[iptables(backend, family, "-save")] for family in ("ipv4", "ipv6")]
+            texts = [saved[f"{tool_of(backend, family)}-save"] for family in ("ipv4", "ipv6")]
             # The order of tables and of the chains' declarations is the tool's.
             shown[backend] = [sorted(line for line in text.splitlines() if line.startswith("-A")) for text in texts]
     assert shown["legacy"] == shown["legacy-restore"] == shown["nft"]
@@ -95,7 +102,7 @@ FOREIGN = ["-p tcp -j RETURN", "-p udp --dport 53 -j ACCEPT", "-j ACCEPT", "-p t
 def edit_xtables(pod: Here, backend: str, rng: random.Random) -> str:
     """One random manual edit of the rules; says which."""
     family = rng.choice(["ipv4", "ipv6"])
-    tool = iptables(backend, family)
+    tool = tool_of(backend, family)
     table = rng.choice(["nat", "mangle", "raw"])
     chains: dict[str, list[str]] = {}
     for line in pod.tool(tool, "-t", table, "-S").splitlines():
@@ -196,7 +203,7 @@ def rules_of(pod: Here, backend: str) -> list[str]:
     return [
         f"{family} {line}"
         for family in ("ipv4", "ipv6")
-        for line in saved[iptables(backend, family, "-save")].splitlines()
+        for line in saved[f"{tool_of(backend, family)}-save"].splitlines()
         if line.startswith("-A")
     ]
 
@@ -208,7 +215,7 @@ def _without_foreign(rules: list[str]) -> list[str]:
     return [rule for rule in rules if not foreign.match(rule)]
 
 
-@xtables
+@xtables_backends
 def test_a_stale_chain_of_another_configuration_is_seen_and_removed(backend: str, pods: Net) -> None:
     assert pods.pod.init("--ipv6=off", "-m", "TPROXY", "-b", "*", "-u", "1337", f"--backend={backend}").code == 0
     plain = ["--ipv6=off", "-b", "*", "-u", "1337", f"--backend={backend}", "--json"]
@@ -219,13 +226,13 @@ def test_a_stale_chain_of_another_configuration_is_seen_and_removed(backend: str
     assert pods.pod.init(*plain).document["action"] == "unchanged"
 
 
-@xtables
+@xtables_backends
 def test_ipv6_rules_left_behind_are_seen_with_ipv6_off(backend: str, pods: Net) -> None:
     assert pods.pod.init("--ipv6=on", "-u", "1337", f"--backend={backend}").code == 0
     off = ["--ipv6=off", "-u", "1337", f"--backend={backend}", "--json"]
     assert pods.pod.init(*off).code == 1
     assert pods.pod.init(*off, "--reconcile").document["action"] == "reconciled"
-    assert "ISTIO_" not in pods.pod.save()[iptables(backend, "ipv6", "-save")]
+    assert "ISTIO_" not in pods.pod.save()[f"{tool_of(backend, 'ipv6')}-save"]
     assert pods.pod.init(*off).document["action"] == "unchanged"
 
 
@@ -235,6 +242,26 @@ def test_native_mends_without_being_told_and_removes_stale_tables(pods: Net) -> 
     assert (run.code, run.document["action"]) == (0, "reconciled")
     assert "istio-proxy-mangle" not in pods.pod.save()["nft"]
     assert "istio-proxy-raw" not in pods.pod.save()["nft"]
+
+
+def test_a_native_difference_is_in_words_that_nft_reads(pods: Net) -> None:
+    """Rules of another configuration are no words of ours: they are told from nft's listing."""
+    full = [*FULL, "--native-nftables"]
+    assert pods.pod.init(*full).code == 0
+    run = pods.pod.init("--ipv6=off", "-u", "7", "--native-nftables", "--json")
+    told = [
+        f"add rule inet {drift['table']} {drift['chain']} {text}\n"
+        for drift in run.document["drift"]
+        for text in drift["actual"]
+    ]
+    assert len(told) > 40
+    assert "packets" not in "".join(told), "counts are no difference"
+    assert '{"' not in run.err
+    assert pods.pod.init(*full).code == 0
+    before = pods.pod.save()["nft"]
+    flush = "".join(f"flush chain inet {drift['table']} {drift['chain']}\n" for drift in run.document["drift"])
+    pods.pod.tool("nft", "-f", "-", text=flush + "".join(told))
+    assert _no_counts(pods.pod.save()["nft"]) == _no_counts(before), "and they are the rules that were there"
 
 
 # --- foreign rules --------------------------------------------------------------------------
@@ -255,7 +282,7 @@ def foreign(pod: Place, backend: str) -> None:
             "*filter\n:OURS_NOT - [0:0]\n-A INPUT -p tcp -m tcp --dport 9 -j DROP\n-A OUTPUT -p udp -j OURS_NOT\nCOMMIT\n"
             f"*mangle\n-A OUTPUT -d {address} -j MARK --set-xmark 0x7/0xffffffff\nCOMMIT\n"
         )
-        pod.tool(iptables(backend, family, "-restore"), "--noflush", text=text)
+        pod.tool(f"{tool_of(backend, family)}-restore", "--noflush", text=text)
 
 
 @backends
@@ -284,10 +311,10 @@ def _meaningful(text: str) -> str:
     return "".join(part for part in parts if re.search(r"^(-A|:.* -$)|^table", part, re.MULTILINE))
 
 
-@xtables
+@xtables_backends
 def test_a_foreign_rule_put_in_front_is_seen_and_ours_go_back_to_the_top(backend: str, pods: Net) -> None:
     args = [*DEFAULT, "--ipv6=off", f"--backend={backend}", "--json"]
-    tool = iptables(backend)
+    tool = tool_of(backend)
     pods.pod.tool(tool, "-t", "nat", "-A", "OUTPUT", "-d", "192.0.2.1/32", "-j", "ACCEPT")
     assert pods.pod.init(*args).code == 0
     assert pods.pod.init(*args).document["action"] == "unchanged", "what was there before is no drift"
@@ -305,18 +332,18 @@ def test_a_foreign_rule_put_in_front_is_seen_and_ours_go_back_to_the_top(backend
     assert pods.pod.init(*args).document["action"] == "unchanged"
 
 
-@xtables
+@xtables_backends
 def test_a_foreign_rule_that_decides_first_is_warned_of_at_the_first_run(backend: str, pods: Net) -> None:
-    pods.pod.tool(iptables(backend), "-t", "nat", "-A", "OUTPUT", "-p", "tcp", "-j", "RETURN")
+    pods.pod.tool(tool_of(backend), "-t", "nat", "-A", "OUTPUT", "-p", "tcp", "-j", "RETURN")
     run = pods.pod.init(*DEFAULT, "--ipv6=off", f"--backend={backend}")
     assert run.code == 0
     assert "a foreign rule decides in front of ours: ipv4 nat OUTPUT -p tcp -j RETURN" in run.err
 
 
-@xtables
+@xtables_backends
 def test_mending_leaves_ours_before_a_foreign_rule_that_came_later(backend: str, pods: Net) -> None:
     args = [*DEFAULT, "--ipv6=off", f"--backend={backend}", "--json"]
-    tool = iptables(backend)
+    tool = tool_of(backend)
     assert pods.pod.init(*args).code == 0
     pods.pod.tool(tool, "-t", "nat", "-A", "OUTPUT", "-p", "tcp", "-j", "ACCEPT")
     pods.pod.tool(tool, "-t", "nat", "-D", "ISTIO_OUTPUT", "1")
@@ -341,22 +368,22 @@ def test_cleanup_without_a_name_finds_every_back_end(pods: Net) -> None:
     assert "istio" not in left
 
 
-@xtables
+@xtables_backends
 def test_cleanup_removes_a_jump_from_a_foreign_chain_too(backend: str, pods: Net) -> None:
     args = [*DEFAULT, "--ipv6=off", f"--backend={backend}"]
     assert pods.pod.init(*args).code == 0
-    tool = iptables(backend)
+    tool = tool_of(backend)
     pods.pod.tool(tool, "-t", "nat", "-N", "THEIRS")
     pods.pod.tool(tool, "-t", "nat", "-A", "THEIRS", "-j", "ISTIO_REDIRECT")
     assert pods.pod.init(*args, "--cleanup-only").code == 0
     assert pods.pod.tool(tool, "-t", "nat", "-S").splitlines()[-1] == "-N THEIRS"
 
 
-@xtables
+@xtables_backends
 def test_guards_of_a_killed_run_are_taken_away_by_the_next(backend: str, pods: Net) -> None:
     args = [*DEFAULT, "--ipv6=off", f"--backend={backend}", "--json"]
     assert pods.pod.init(*args).code == 0
-    tool = iptables(backend)
+    tool = tool_of(backend)
     pods.pod.tool(tool, "-A", "INPUT", "-p", "tcp", "-j", "DROP")
     mine = pods.pod.tool(tool, "-S")
     for chain in ("INPUT", "FORWARD", "OUTPUT"):
@@ -367,7 +394,7 @@ def test_guards_of_a_killed_run_are_taken_away_by_the_next(backend: str, pods: N
     assert pods.pod.tool(tool, "-S") == mine, "guards are gone, the foreign DROP stays"
 
 
-@xtables
+@xtables_backends
 def test_a_refused_document_changes_nothing(backend: str, pods: Net) -> None:
     """Two tables, a bad word in the second: the check comes before the first commit."""
     before = pods.pod.save()

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from init_pod import DEFAULT, HERE, PEER, Net, Run, ask, listen
+from init_pod import (
+    DEFAULT,
+    HERE,
+    PEER,
+    QUIET,
+    ROOT,
+    Net,
+    Run,
+    ask,
+    backends,
+    listen,
+    stand_in,
+    tool_of,
+    xtables_backends,
+)
 
 from init import detect, edits, libiptc, rules, xtables
 from init.config import Config
@@ -19,16 +32,6 @@ from init.log import Log
 from init.tools import Tools
 
 pytestmark = pytest.mark.root
-
-ROOT = Path(__file__).parents[3]
-XTABLES = ("legacy", "legacy-restore", "nft")
-QUIET = "--log_output_level=error"
-xtables_backends = pytest.mark.parametrize("backend", XTABLES)
-
-
-def tool(backend: str, family: str = "ipv4") -> str:
-    return f"{'iptables' if family == 'ipv4' else 'ip6tables'}-{backend.removesuffix('-restore')}"
-
 
 # --- killed in the middle -------------------------------------------------------------------
 
@@ -70,9 +73,9 @@ def test_after_a_kill_in_the_middle_nothing_passes_and_the_next_run_mends(
     args = [*DEFAULT, "--ipv6=off", f"--backend={backend}", "--json"]
     assert pods.pod.init(*args).code == 0
     pods.pod.serve(listen(15001), uid=1337)
-    pods.pod.tool(tool(backend), "-t", "nat", "-F", "ISTIO_OUTPUT")
+    pods.pod.tool(tool_of(backend), "-t", "nat", "-F", "ISTIO_OUTPUT")
     killed_after(pods, changes, *args, "--reconcile")
-    assert pods.pod.tool(tool(backend), "-S", "OUTPUT").splitlines()[1:] == [
+    assert pods.pod.tool(tool_of(backend), "-S", "OUTPUT").splitlines()[1:] == [
         "-A OUTPUT -p udp -j DROP",
         "-A OUTPUT -p tcp -j DROP",
     ]
@@ -81,7 +84,7 @@ def test_after_a_kill_in_the_middle_nothing_passes_and_the_next_run_mends(
     assert "ipv4 filter OUTPUT unexpected" in seen.err
     run = pods.pod.init(*args, "--reconcile")
     assert (run.code, run.document["action"]) == (0, "reconciled")
-    assert pods.pod.tool(tool(backend), "-S").splitlines() == [
+    assert pods.pod.tool(tool_of(backend), "-S").splitlines() == [
         f"-P {chain} ACCEPT" for chain in ("INPUT", "FORWARD", "OUTPUT")
     ]
     assert pods.pod.call(ask(PEER[4], 80), uid=1000)["listener"] == 15001
@@ -93,23 +96,20 @@ def test_after_a_kill_in_the_middle_nothing_passes_and_the_next_run_mends(
 def test_a_polite_signal_waits_until_the_guards_are_gone(backend: str, by: signal.Signals, pods: Net) -> None:
     args = [*DEFAULT, "--ipv6=off", f"--backend={backend}", "--json"]
     assert pods.pod.init(*args).code == 0
-    pods.pod.tool(tool(backend), "-t", "nat", "-F", "ISTIO_OUTPUT")
+    pods.pod.tool(tool_of(backend), "-t", "nat", "-F", "ISTIO_OUTPUT")
     killed_after(pods, 1, *args, "--reconcile", by=by)
-    assert "DROP" not in pods.pod.tool(tool(backend), "-S")
+    assert "DROP" not in pods.pod.tool(tool_of(backend), "-S")
     assert pods.pod.init(*args).document["action"] == "unchanged", "the rules were mended first"
 
 
 @pytest.mark.parametrize(("fails", "other"), [("iptables", "ip6tables"), ("ip6tables", "iptables")])
 def test_guards_that_cannot_be_removed_keep_no_others(fails: str, other: str, pods: Net, tmp_path: Path) -> None:
-    path = tmp_path / f"{fails}-nft-restore"
-    path.write_text(
-        f"#!/bin/sh\ntext=$(cat)\ncase $text in *'-D INPUT'*) echo gone >&2; exit 4;; esac\n"
-        f'echo "$text" | exec /usr/sbin/{fails}-nft-restore "$@"\n'
-    )
-    path.chmod(0o755)
+    script = f"""text=$(cat); case $text in *'-D INPUT'*) echo gone >&2; exit 4;; esac
+        echo "$text" | exec /usr/sbin/{fails}-nft-restore "$@\""""
+    env = stand_in(tmp_path, f"{fails}-nft-restore", script)
     args = [*DEFAULT, "--ipv6=on", "--backend=nft"]
     assert pods.pod.init(*args).code == 0
-    run = pods.pod.init(*args, "--force-apply", QUIET, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    run = pods.pod.init(*args, "--force-apply", QUIET, env=env)
     assert run.code == 1
     assert f"{fails}-nft-restore refused" in run.err
     assert "-A OUTPUT -p tcp -j DROP" in pods.pod.tool(f"{fails}-nft", "-S"), "nothing leaks"
@@ -123,20 +123,20 @@ def test_guards_that_cannot_be_removed_keep_no_others(fails: str, other: str, po
 def test_cleanup_takes_the_guards_of_a_killed_run(backend: str, named: bool, pods: Net) -> None:
     args = [*DEFAULT, "--ipv6=on", f"--backend={backend}"]
     assert pods.pod.init(*args).code == 0
-    pods.pod.tool(tool(backend), "-A", "INPUT", "-s", "192.0.2.1/32", "-j", "DROP")
-    before = pods.pod.tool(tool(backend), "-S")
-    pods.pod.tool(tool(backend), "-t", "nat", "-F", "ISTIO_OUTPUT")
+    pods.pod.tool(tool_of(backend), "-A", "INPUT", "-s", "192.0.2.1/32", "-j", "DROP")
+    before = pods.pod.tool(tool_of(backend), "-S")
+    pods.pod.tool(tool_of(backend), "-t", "nat", "-F", "ISTIO_OUTPUT")
     killed_after(pods, 1, *args, "--reconcile")
     assert pods.pod.init(*(args if named else DEFAULT), "--cleanup-only").code == 0
-    assert pods.pod.tool(tool(backend), "-S") == before
+    assert pods.pod.tool(tool_of(backend), "-S") == before
 
 
 @xtables_backends
 def test_guards_are_no_obstacle_to_a_first_run(backend: str, pods: Net) -> None:
     text = edits.document([edits.guard(xtables.state.Dump())])
-    pods.pod.tool(f"{tool(backend)}-restore", "--noflush", text=text)
+    pods.pod.tool(f"{tool_of(backend)}-restore", "--noflush", text=text)
     assert pods.pod.init(*DEFAULT, "--ipv6=off", f"--backend={backend}").code == 0
-    assert "DROP" not in pods.pod.tool(tool(backend), "-S")
+    assert "DROP" not in pods.pod.tool(tool_of(backend), "-S")
 
 
 @xtables_backends
@@ -145,7 +145,7 @@ def test_a_table_is_not_applied_if_the_next_one_is_refused(backend: str, pods: N
     run = pods.pod.init("--ipv6=off", "-m", "TPROXY", "-q", "no-such-port", QUIET, f"--backend={backend}")
     assert run.code == 1
     assert "no-such-port" in run.err
-    assert "-A" not in pods.pod.tool(f"{tool(backend)}-save")
+    assert "-A" not in pods.pod.tool(f"{tool_of(backend)}-save")
 
 
 # --- mixed back ends ------------------------------------------------------------------------
@@ -154,18 +154,18 @@ def test_a_table_is_not_applied_if_the_next_one_is_refused(backend: str, pods: N
 @pytest.mark.parametrize(("family", "names"), [("ipv4", "legacy-restore,nft"), ("ipv6", "nft,legacy-restore")])
 def test_each_family_keeps_its_back_end(family: str, names: str, pods: Net) -> None:
     """One family has legacy rules already, the other has none: each is detected, read and mended by itself."""
-    pods.pod.tool(tool("legacy", family), "-A", "INPUT", "-p", "tcp", "--dport", "9", "-j", "DROP")
+    pods.pod.tool(tool_of("legacy", family), "-A", "INPUT", "-p", "tcp", "--dport", "9", "-j", "DROP")
     args = [*DEFAULT, "--ipv6=on", "--json"]
     run = pods.pod.init(*args)
     assert (run.code, run.document["action"], run.document["backend"]) == (0, "applied", names)
     saved = pods.pod.save()
     holding = {name for name, text in saved.items() if "ISTIO_OUTPUT" in text}
     kinds = dict(zip(("ipv4", "ipv6"), names.replace("-restore", "").split(","), strict=True))
-    assert holding == {f"{tool(kind, version)}-save" for version, kind in kinds.items()}
+    assert holding == {f"{tool_of(kind, version)}-save" for version, kind in kinds.items()}
     again = pods.pod.init(*args)
     assert (again.code, again.document["action"], again.document["warnings"]) == (0, "unchanged", [])
     for version, kind in kinds.items():
-        pods.pod.tool(tool(kind, version), "-t", "nat", "-D", "OUTPUT", "-j", "ISTIO_OUTPUT")
+        pods.pod.tool(tool_of(kind, version), "-t", "nat", "-D", "OUTPUT", "-j", "ISTIO_OUTPUT")
     mended = pods.pod.init(*args, "--reconcile")
     assert {drift["family"] for drift in mended.document["drift"]} == {"ipv4", "ipv6"}
     assert pods.pod.init(*args, "--run-validation").code == 0
@@ -185,7 +185,7 @@ def test_a_foreign_chain_that_decides_in_front_is_drift(backend: str, pods: Net)
         ["-A", "THEIRS", "-p", "tcp", "-j", "ACCEPT"],
         ["-I", "OUTPUT", "1", "-j", "THEIRS"],
     ):
-        pods.pod.tool(tool(backend), "-t", "nat", *words)
+        pods.pod.tool(tool_of(backend), "-t", "nat", *words)
     pods.pod.serve(listen(15001), uid=1337)
     pods.peer.serve(listen(80), uid=0)
     assert pods.pod.call(ask(PEER[4], 80), uid=1000)["listener"] == 80, "the foreign chain leaks"
@@ -195,7 +195,7 @@ def test_a_foreign_chain_that_decides_in_front_is_drift(backend: str, pods: Net)
     assert pods.pod.init(*args, "--reconcile").code == 0
     assert pods.pod.call(ask(PEER[4], 80), uid=1000)["listener"] == 15001
     assert pods.pod.init(*args).document["action"] == "unchanged"
-    assert "-A THEIRS -p tcp -j ACCEPT" in pods.pod.tool(tool(backend), "-t", "nat", "-S")
+    assert "-A THEIRS -p tcp -j ACCEPT" in pods.pod.tool(tool_of(backend), "-t", "nat", "-S")
 
 
 @xtables_backends
@@ -203,16 +203,16 @@ def test_what_is_no_drift_but_decides_is_warned_of_at_every_run(backend: str, po
     """A rule that was there before us; in legacy tables also one that names an address, as nobody knows its age."""
     args = [*DEFAULT, "--ipv6=off", f"--backend={backend}", "--json"]
     theirs = ["-d", "192.0.2.1/32", "-p", "tcp", "-j", "ACCEPT"]
-    pods.pod.tool(tool(backend), "-t", "nat", "-A", "OUTPUT", *theirs)
-    pods.pod.tool(tool(backend), "-t", "nat", "-A", "PREROUTING", "-p", "icmp", "-j", "LOG")
+    pods.pod.tool(tool_of(backend), "-t", "nat", "-A", "OUTPUT", *theirs)
+    pods.pod.tool(tool_of(backend), "-t", "nat", "-A", "PREROUTING", "-p", "icmp", "-j", "LOG")
     for action in ("applied", "unchanged"):
         run = pods.pod.init(*args)
         assert run.document["action"] == action
         assert run.document["warnings"] == [
             f"a foreign rule decides in front of ours: ipv4 nat OUTPUT {' '.join(theirs)}"
         ]
-    pods.pod.tool(tool(backend), "-t", "nat", "-D", "OUTPUT", *theirs)
-    pods.pod.tool(tool(backend), "-t", "nat", "-A", "OUTPUT", *theirs)
+    pods.pod.tool(tool_of(backend), "-t", "nat", "-D", "OUTPUT", *theirs)
+    pods.pod.tool(tool_of(backend), "-t", "nat", "-A", "OUTPUT", *theirs)
     assert pods.pod.init(*args).document["warnings"] == [], "behind ours it decides nothing that we want"
 
 
@@ -238,10 +238,10 @@ COMMIT
 
 @xtables_backends
 def test_kube_proxy_rules_and_their_counters_survive(backend: str, pods: Net) -> None:
-    pods.pod.tool(f"{tool(backend)}-restore", "-c", text=KUBE)
+    pods.pod.tool(f"{tool_of(backend)}-restore", "-c", text=KUBE)
 
     def kept() -> list[str]:
-        text = pods.pod.tool(f"{tool(backend)}-save", "-c")
+        text = pods.pod.tool(f"{tool_of(backend)}-save", "-c")
         return [line for line in text.splitlines() if line.startswith(("[", ":KUBE"))]
 
     before = kept()
@@ -299,14 +299,10 @@ def test_libiptc_deletes_nothing_of_others_where_a_chain_changed_meanwhile(pods:
 def test_legacy_output_of_two_lines_is_no_rule(pods: Net, tmp_path: Path) -> None:
     """The reference's measure of rules is three lines."""
     pods.pod.tool("iptables-legacy", "-t", "nat", "-L")
-    path = tmp_path / "iptables-legacy-save"
     for lines, name in ((2, "nft"), (3, "legacy")):
         text = "\n".join(["# Generated", "*nat", "COMMIT"][:lines])
-        path.write_text(
-            f"#!/bin/sh\ncase $1 in --version) echo 'iptables-save v1.8.9 (legacy)';; *) echo '{text}';; esac\n"
-        )
-        path.chmod(0o755)
-        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        script = f"case $1 in --version) echo 'iptables-save v1.8.9 (legacy)';; *) echo '{text}';; esac"
+        env = stand_in(tmp_path, "iptables-legacy-save", script)
         run = pods.pod.init(*DEFAULT, "--ipv6=off", "--json", env=env)
         assert (run.code, run.document["backend"]) == (0, name)
 
@@ -314,20 +310,11 @@ def test_legacy_output_of_two_lines_is_no_rule(pods: Net, tmp_path: Path) -> Non
 # --- rights and tools -----------------------------------------------------------------------
 
 
-def program(
-    pods: Net, *args: str, words: tuple[str, ...] = (), prefix: tuple[str, ...] = ()
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["nsenter", f"--net=/run/netns/{pods.pod.name}", *prefix, sys.executable, *(words or ("-m", "init")), "-u", "1337", QUIET, *args],
-        capture_output=True, text=True, check=False, cwd=ROOT,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("args", [(), ("--cleanup-only",), ("--backend=legacy", "--cleanup-only"), ("--reconcile",)])
 def test_root_without_capabilities_is_told_so_in_one_line(args: tuple[str, ...], pods: Net) -> None:
     assert pods.pod.init(*DEFAULT, "--ipv6=off", "--backend=legacy").code == 0
     less = ("setpriv", "--bounding-set=-net_admin,-net_raw", "--inh-caps=-net_admin,-net_raw")
-    done = program(pods, "--ipv6=off", *args, prefix=less)
+    done = pods.pod.program("--ipv6=off", *args, prefix=less)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1, done.stderr
     assert "Run as root with NET_ADMIN" in done.stderr
@@ -339,15 +326,15 @@ def test_cleanup_without_the_tool_is_no_success(pods: Net, tmp_path: Path) -> No
     assert pods.pod.init(*DEFAULT, "--ipv6=off", "--backend=legacy").code == 0
     code = "import sys; from init import tools; tools._SBIN = (); from init.cli import main; sys.exit(main())"
     prefix = ("env", f"PATH={tmp_path}", f"PYTHONPATH={ROOT}")
-    done = program(pods, "--ipv6=off", "--cleanup-only", words=("-c", code), prefix=prefix)
+    done = pods.pod.program("--ipv6=off", "--cleanup-only", words=("-c", code), prefix=prefix)
     assert done.returncode == 1
     assert "iptables-legacy-save is not installed" in done.stderr
 
 
-@pytest.mark.parametrize("backend", ["legacy", "legacy-restore", "nft", "native-nft"])
+@backends
 def test_a_read_only_run_directory(backend: str, pods: Net) -> None:
     script = 'mount -t tmpfs -o ro none /run; exec "$@"'
-    done = program(pods, "--ipv6=off", f"--backend={backend}", prefix=("unshare", "-m", "sh", "-c", script, "sh"))
+    done = pods.pod.program("--ipv6=off", f"--backend={backend}", prefix=("unshare", "-m", "sh", "-c", script, "sh"))
     if backend.endswith("nft"):
         assert done.returncode == 0, done.stderr
         return
@@ -384,7 +371,7 @@ def test_no_time_is_the_cause_where_there_was_none(pods: Net) -> None:
     assert "Cause: no time: the probe timeout is 0s" in run.err
 
 
-@pytest.mark.parametrize("backend", [*XTABLES, "native-nft"])
+@backends
 @pytest.mark.parametrize(
     ("args", "value", "rule"),
     [
@@ -445,3 +432,33 @@ def test_capture_all_beside_docker_is_warned_of(pods: Net) -> None:
     assert run.code == 0
     assert any("in a loop" in warning for warning in run.document["warnings"])
     assert run.document["docker_resolver"] is False
+
+
+# --- where it writes ------------------------------------------------------------------------
+
+
+def redirected(how: str) -> tuple[str, ...]:
+    return ("sh", "-c", f'exec "$@" {how}', "sh")
+
+
+@pytest.mark.parametrize("stderr", ["2>&-", "2>/dev/full"])
+@xtables_backends
+def test_a_log_that_nobody_takes_stops_no_run(backend: str, stderr: str, pods: Net) -> None:
+    args = ["--ipv6=off", f"--backend={backend}", "--json", "--log_output_level=debug"]
+    for extra, action in (([], "applied"), (["--force-apply"], "replaced")):
+        done = pods.pod.program(*args, *extra, prefix=redirected(stderr))
+        assert done.returncode == 0
+        assert json.loads(done.stdout)["action"] == action
+    assert "DROP" not in pods.pod.tool(tool_of(backend), "-S"), "the guards are gone"
+
+
+@pytest.mark.parametrize("stdout", [">&-", ">/dev/full"])
+def test_a_report_that_cannot_be_written_is_one_line(stdout: str, pods: Net) -> None:
+    args = ["--ipv6=off", "--backend=nft"]
+    for extra in (["--help"], ["--dry-run"], ["--dry-run", "--json"], ["--json"]):
+        done = pods.pod.program(*args, *extra, prefix=redirected(stdout))
+        assert done.returncode == 1, extra
+        assert done.stderr.startswith("error: cannot write to standard output: "), extra
+        assert done.stderr.count("\n") == 1, extra
+    assert "the run is done" in done.stderr
+    assert "ISTIO_OUTPUT" in pods.pod.tool("iptables-nft-save")

@@ -7,49 +7,38 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
-from init_pod import BACKENDS, DEFAULT, HERE, Net, Place, Run
+from init_pod import DEFAULT, HERE, QUIET, Net, Place, Run, backends, stand_in
 
 from init import libiptc, nftables, turn, xtables
 
 pytestmark = pytest.mark.root
 
-ROOT = Path(__file__).parents[3]
-QUIET = "--log_output_level=error"
 REDIRECT = [*DEFAULT, "--ipv6=on"]
 TPROXY = [
     "--ipv6=on", "-u", "1337", "-m", "TPROXY", "-i", "10.0.0.0/8", "-b", "80,81", "--redirect-dns", "--dns-servers=10.9.0.53,fd09::53",
 ]  # fmt: skip
 ROUNDS = 2
-backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def together(pod: Place, *runs: list[str]) -> list[Run]:
     """Runs that start at the same time, each in a process of its own."""
     reader, writer = os.pipe()
-    started = []
-    for args in runs:
 
-        def body(pipe: int, args: list[str] = args) -> None:
-            os.close(writer)
-            os.read(reader, 1)
-            os.write(pipe, json.dumps(HERE.init(*args)).encode())
+    def work(args: list[str]) -> Run:
+        os.close(writer)
+        os.read(reader, 1)
+        return HERE.init(*args)
 
-        started.append(pod.fork(body))
+    started = [pod.start(partial(work, args)) for args in runs]
     os.close(reader)
     os.close(writer)
-    done = []
-    for pid, told in started:
-        with os.fdopen(told) as text:
-            done.append(Run(*json.loads(text.read())))
-        os.waitpid(pid, 0)
-    return done
+    return [Run(*pod.finish(*one)) for one in started]
 
 
 @pytest.mark.parametrize("backend", ["legacy", "nft", "native-nft"])
@@ -145,16 +134,14 @@ def test_a_look_needs_no_turn(pods: Net) -> None:
 
 
 def test_a_run_in_another_pid_namespace_is_waited_for_too(pods: Net) -> None:
-    argv = [
-        "nsenter", f"--net=/run/netns/{pods.pod.name}", "unshare", "--pid", "--fork", "--mount-proc",
-        sys.executable, "-m", "init", "--ipv6=off", "-u", "1337", "--backend=nft", "--lock-wait=100ms", QUIET,
-    ]  # fmt: skip
-    with in_the_middle(pods.pod, "--ipv6=off", "-u", "1337", "--backend=nft"):
-        done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=ROOT)
+    prefix = ("unshare", "--pid", "--fork", "--mount-proc")
+    args = ["--ipv6=off", "--backend=nft"]
+    with in_the_middle(pods.pod, "-u", "1337", *args):
+        done = pods.pod.program(*args, "--lock-wait=100ms", prefix=prefix)
     assert done.returncode == 1
     assert "in 0.1s: held by a process that cannot be seen from this pid namespace. End" in done.stderr
     assert done.stderr.count("\n") == 1
-    assert subprocess.run(argv, capture_output=True, check=False, cwd=ROOT).returncode == 0
+    assert pods.pod.program(*args, prefix=prefix).returncode == 0
 
 
 def test_the_next_run_waits_for_the_tool_of_a_killed_one(pods: Net, tmp_path: Path) -> None:
@@ -162,12 +149,10 @@ def test_the_next_run_waits_for_the_tool_of_a_killed_one(pods: Net, tmp_path: Pa
     fifo, marker = tmp_path / "go-on", tmp_path / "started"
     os.mkfifo(fifo)
     os.mkfifo(marker)
-    slow = tmp_path / "iptables-nft-restore"
-    slow.write_text(f'#!/bin/sh\necho x >{marker}\nread x <{fifo}\nexec /usr/sbin/iptables-nft-restore "$@"\n')
-    slow.chmod(0o755)
+    script = f'echo x >{marker}; read x <{fifo}; exec /usr/sbin/iptables-nft-restore "$@"'
+    env = stand_in(tmp_path, "iptables-nft-restore", script)
     args = [*DEFAULT, "--ipv6=off", "--backend=nft", "--json"]
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    pid, reader = pods.pod.fork(lambda _: HERE.init(*args, env={"PATH": path}) and None)
+    pid, reader = pods.pod.start(lambda: HERE.init(*args, env=env))
     os.close(reader)
     marker.read_text()
     os.kill(pid, signal.SIGKILL)
@@ -175,11 +160,9 @@ def test_the_next_run_waits_for_the_tool_of_a_killed_one(pods: Net, tmp_path: Pa
     run = pods.pod.init(*args, "--lock-wait=0s", QUIET)
     assert run.code == 1
     assert f"held by a command that pid {pid} has left. End" in run.err
-    second, told = pods.pod.fork(lambda pipe: os.write(pipe, json.dumps(HERE.init(*args)).encode()) and None)
+    second = pods.pod.start(lambda: HERE.init(*args))
     fifo.write_text("x\n")
-    with os.fdopen(told) as text:
-        code, out, _ = json.loads(text.read())
-    os.waitpid(second, 0)
+    code, out, _ = pods.pod.finish(*second)
     assert (code, json.loads(out)["action"]) == (0, "unchanged"), "it saw what the tool has written"
 
 

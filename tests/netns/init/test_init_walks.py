@@ -6,17 +6,20 @@ from collections.abc import Iterator
 
 import pytest
 from init_pod import (
+    APP,
     BACKENDS,
     DEFAULT,
     LOOPBACK,
     PEER,
     PEER_RESOLVER,
     POD,
+    PROXY,
     Net,
     Place,
     answer_udp,
     ask,
     ask_udp,
+    backends,
     listen,
     net,
     relay,
@@ -24,7 +27,6 @@ from init_pod import (
 
 pytestmark = pytest.mark.root
 
-APP, PROXY = 1000, 1337
 DIRECT_PORTS = (15008, 15020, 15021, 15090)
 PASSTHROUGH = {4: "127.0.0.6", 6: "::6"}
 
@@ -192,7 +194,7 @@ def test_an_excluded_interface_is_ignored(listed: Net, version: int) -> None:
     assert listed.pod.call(ask(POD[version], 8080), uid=PROXY)["listener"] == 8080
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@backends
 def test_owner_groups(backend: str, pods: Net) -> None:
     env = {"ISTIO_OUTBOUND_OWNER_GROUPS": "2000,2001"}
     assert pods.pod.init("--ipv6=on", "-u", "1337", "-i", "*", f"--backend={backend}", env=env).code == 0
@@ -205,7 +207,7 @@ def test_owner_groups(backend: str, pods: Net) -> None:
         assert captured == {2000: 15001, 2001: 15001, 2002: 80}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@backends
 def test_a_virtual_interface_is_outbound(backend: str, pods: Net) -> None:
     """Traffic that comes in by a virtual interface (a guest of the pod) goes to the outbound port."""
     run = pods.pod.init(*DEFAULT, "--ipv6=on", "-k", "eth0", f"--backend={backend}")
@@ -282,7 +284,7 @@ def test_tproxy_envoy_to_remote_is_direct(tproxy: Net, version: int) -> None:
     assert tproxy.pod.call(ask(PEER[version], 80), uid=0, gid=PROXY)["listener"] == 80
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@backends
 def test_tproxy_for_listed_ports_only(backend: str, pods: Net) -> None:
     _start_tproxy(pods, backend, "8080")
     for version in (4, 6):
@@ -291,7 +293,7 @@ def test_tproxy_for_listed_ports_only(backend: str, pods: Net) -> None:
         assert pods.peer.call(ask(POD[version], 8081))["listener"] == 8081
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@backends
 def test_a_second_tproxy_run_is_content_and_cleanup_takes_all(backend: str, pods: Net) -> None:
     args = ["--ipv6=on", "-u", "1337", "-m", "TPROXY", "-b", "*", f"--backend={backend}"]
     before = routing(pods.pod)
