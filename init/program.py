@@ -24,13 +24,15 @@ from . import edits, native, restore, routes, rules, state, turn, xtables
 from .canonical import jump
 from .config import DOCKER_RESOLVER, Config
 from .edits import TableEdit
-from .errors import InitError
+from .errors import InitError, LockHeld
 from .log import Log
 from .model import Family, RuleSet
 from .tools import Tools, failure
 
 FAMILIES: tuple[Family, Family] = ("ipv4", "ipv6")
 DOCKER_CHAIN = "DOCKER_OUTPUT"
+TRIES = 5
+"""How often rules are read and replaced where somebody who takes no turns changes them in between."""
 SAVERS: dict[str, dict[Family, str]] = {
     "legacy": {"ipv4": "iptables-legacy", "ipv6": "ip6tables-legacy"},
     "nft": {"ipv4": "iptables-nft", "ipv6": "ip6tables-nft"},
@@ -172,14 +174,8 @@ def _xtables(config: Config, tools: Tools, result: Result) -> None:
         backend.change({family: [*edits.apply(built.family(family)), left[family]] for family in FAMILIES})
         result.action = "applied"
         return
-    result.drift = [
-        drift
-        for family in FAMILIES
-        for drift in state.compare(family, built.family(family), dumps[family], partial(backend.ages, family))
-    ]
+    result.drift = _differences(backend, config, built, dumps)
     result.drift += [drift for family in FAMILIES for drift in _guards_left(family, dumps[family])]
-    if config.docker_resolver:
-        result.drift += _behind_docker(dumps["ipv4"])
     if not result.drift and not config.force_apply:
         # Older than ours, or for some addresses only: no drift, but it decides.
         _warn_of_foreign(built, dumps, tools.log)
@@ -207,7 +203,7 @@ def _apply_beside(backend: Backend, built: RuleSet, dumps: Mapping[Family, state
         count = len(result.drift)
         raise InitError(
             f"rules of an earlier run differ from the wanted ones in {count} chain{'s' if count != 1 else ''}",
-            "; ".join(f"{drift.family} {drift.table} {drift.chain} {drift.kind}" for drift in result.drift),
+            _named(result.drift),
             "Use --reconcile to mend them, or --cleanup-only first",
         )
     backend.change({family: edits.apply(built.family(family)) for family in FAMILIES})
@@ -225,23 +221,51 @@ def _replace(
     touched = [family for family in FAMILIES if any(drift.family == family for drift in drifts)]
     if not touched or config.force_apply:
         touched = [family for family in FAMILIES if built.family(family) or dumps[family].any_of_ours()]
+    front = {
+        family: {(drift.table, drift.chain) for drift in drifts if drift.kind == "in-front" and drift.family == family}
+        for family in touched
+    }
     with _guarded(backend, touched, dumps, log):
-        # Read again: the guard rules have shifted the positions in filter.
-        backend.change(
-            {
-                family: edits.replace_all(
-                    built.family(family),
-                    backend.dump(family),
+        for left in reversed(range(TRIES)):
+            # Read again: the guard rules have shifted the positions in filter.
+            present = {family: backend.dump(family) for family in touched}
+            mark = config.inbound_tproxy_mark
+            try:
+                backend.change(
                     {
-                        (drift.table, drift.chain)
-                        for drift in drifts
-                        if drift.kind == "in-front" and drift.family == family
-                    },
-                    config.inbound_tproxy_mark,
+                        family: edits.replace_all(built.family(family), present[family], front[family], mark)
+                        for family in touched
+                    }
                 )
-                for family in touched
-            }
-        )
+            except LockHeld:
+                raise
+            except InitError as error:
+                failed = str(error)
+                if all(backend.dump(family).tables == present[family].tables for family in touched):
+                    raise
+            else:
+                again = _differences(backend, config, built, {family: backend.dump(family) for family in touched})
+                if not again:
+                    return
+                failed = f"the rules differ again right after they were mended: {_named(again)}"
+            if not left:
+                raise InitError(f"somebody else changes rules at the same time, {TRIES} tries", failed, "Run it again")
+            log.info(f"somebody else changes rules at the same time, trying again: {failed}")
+
+
+def _differences(
+    backend: Backend, config: Config, built: RuleSet, dumps: Mapping[Family, state.Dump]
+) -> list[state.Drift]:
+    found = [
+        drift
+        for family, dump in dumps.items()
+        for drift in state.compare(family, built.family(family), dump, partial(backend.ages, family))
+    ]
+    return found + (_behind_docker(dumps["ipv4"]) if config.docker_resolver and "ipv4" in dumps else [])
+
+
+def _named(drifts: Sequence[state.Drift]) -> str:
+    return "; ".join(f"{drift.family} {drift.table} {drift.chain} {drift.kind}" for drift in drifts)
 
 
 @contextmanager

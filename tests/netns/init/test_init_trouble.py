@@ -25,7 +25,7 @@ from init_pod import (
     xtables_backends,
 )
 
-from init import detect, edits, libiptc, rules, xtables
+from init import detect, edits, libiptc, program, rules, xtables
 from init.config import Config
 from init.errors import InitError
 from init.log import Log
@@ -146,6 +146,53 @@ def test_a_table_is_not_applied_if_the_next_one_is_refused(backend: str, pods: N
     assert run.code == 1
     assert "no-such-port" in run.err
     assert "-A" not in pods.pod.tool(f"{tool_of(backend)}-save")
+
+
+# --- others who change rules ----------------------------------------------------------------
+
+
+@xtables_backends
+@pytest.mark.parametrize("times", [1, 100])
+@pytest.mark.parametrize("their", ["-d 192.0.2.1/32 -p tcp -j ACCEPT", "-j ISTIO_OUTPUT"])
+def test_a_foreign_change_between_look_and_change_is_looked_at_again(
+    backend: str, their: str, times: int, pods: Net
+) -> None:
+    """It moves our rules, or doubles one. Once: they are mended all the same. At each try: the run gives up."""
+    args = [*DEFAULT, "--ipv6=off", f"--backend={backend}", "--json"]
+    assert pods.pod.init(*args).code == 0
+    pods.pod.tool(tool_of(backend), "-t", "nat", "-I", "OUTPUT", *their.split())
+    pods.pod.tool(tool_of(backend), "-t", "nat", "-D", "ISTIO_OUTPUT", "1")
+
+    def work() -> Run:
+        done = 0
+
+        def meddled(real: Callable[..., None]) -> Callable[..., None]:
+            def change(self: xtables.Restore, wanted: xtables.Changes) -> None:
+                nonlocal done
+                done += 1
+                # The first change are the guards.
+                if 1 < done <= 1 + times and any(edit.new for made in wanted.values() for edit in made):
+                    HERE.tool(tool_of(backend), "-t", "nat", "-D", "OUTPUT", *their.split(), check=False)
+                real(self, wanted)
+                if 1 < done <= 1 + times and any(edit.new for made in wanted.values() for edit in made):
+                    HERE.tool(tool_of(backend), "-t", "nat", "-I", "OUTPUT", "1", "-j", "ISTIO_OUTPUT")
+
+            return change
+
+        for kind in (xtables.Restore, libiptc.LibIPTC):
+            kind.change = meddled(kind.change)  # type: ignore[method-assign]
+        return HERE.init(*args, "--reconcile")
+
+    run = Run(*pods.pod.call(work))
+    assert "DROP" not in pods.pod.tool(tool_of(backend), "-S")
+    assert "somebody else changes rules" in run.err
+    if times == 1:
+        assert (run.code, run.document["action"]) == (0, "reconciled"), run.err
+        assert pods.pod.init(*args).document["action"] == "unchanged"
+    else:
+        assert run.code == 1
+        assert run.err.count("trying again") == program.TRIES - 1
+        assert "Run it again" in run.err.splitlines()[-1]
 
 
 # --- mixed back ends ------------------------------------------------------------------------
