@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import importlib
 import json
 import logging
-import pkgutil
 import socket
 from typing import Any
 from urllib.parse import parse_qs
@@ -88,7 +86,9 @@ def _shown(resource: Any) -> dict[str, Any]:
     from google.protobuf import json_format
     from google.protobuf.message import DecodeError
 
-    types: Any = _Types()  # all that json_format asks of a pool
+    from agent.message_types import MessageTypes
+
+    types: Any = MessageTypes()  # all that json_format asks of a pool
     try:
         found: dict[str, Any] = json_format.MessageToDict(resource, descriptor_pool=types)
     except (TypeError, ValueError, json_format.Error, DecodeError):
@@ -105,32 +105,3 @@ def _text(data: bytes) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-class _Types:
-    """Finds message types by name, and loads the modules of Envoy's API that they are in when one is first met."""
-
-    def FindMessageTypeByName(self, name: str) -> Any:
-        """Raises KeyError for a name that nothing has."""
-        from google.protobuf import descriptor_pool
-
-        pool = descriptor_pool.Default()
-        try:
-            return pool.FindMessageTypeByName(name)
-        except KeyError:
-            _load_package(name.rpartition(".")[0])
-        return pool.FindMessageTypeByName(name)
-
-
-def _load_package(name: str) -> None:
-    """Imports the message modules of ``envoy.config.cluster.v3`` and the like; others are left alone."""
-    parts = name.split(".")
-    if parts[0] not in ("envoy", "udpa", "xds") or not all(part.isidentifier() for part in parts):
-        return
-    try:
-        package = importlib.import_module(name)
-    except ImportError:
-        return
-    for module in pkgutil.iter_modules(package.__path__):
-        if module.name.endswith("_pb2"):
-            importlib.import_module(f"{name}.{module.name}")

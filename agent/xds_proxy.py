@@ -23,6 +23,7 @@ from google.protobuf.message import DecodeError
 
 from agent.errors import AgentError
 from agent.metrics import Metrics
+from agent.reflection import Reflection
 
 log = logging.getLogger("xdsproxy")
 
@@ -201,6 +202,7 @@ class XdsProxy:
                 DELTA.method: functools.partial(self._serve, DELTA),
             },
             options,
+            (Reflection(SERVICE),),
         )
         log.info("Initializing with upstream address %r", self._upstream.address)
 
@@ -471,8 +473,9 @@ async def serve_unix(
     service: str,
     methods: Mapping[str, Callable[[AsyncIterator[bytes], Any], Awaitable[None]]],
     options: Sequence[tuple[str, Any]],
+    more: Sequence[grpc.GenericRpcHandler] = (),
 ) -> grpc.aio.Server:
-    """A gRPC server of bidirectional byte streams on a Unix socket (mode 0666, directory 0750).
+    """A gRPC server of bidirectional byte streams, and of `more`, on a Unix socket (mode 0666, directory 0750).
 
     Raises:
         OSError: the socket cannot be made.
@@ -484,7 +487,7 @@ async def serve_unix(
         os.unlink(path)
     server = grpc.aio.server(options=options)
     handlers = {name: grpc.stream_stream_rpc_method_handler(behaviour) for name, behaviour in methods.items()}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers), *more))
     try:
         server.add_insecure_port(f"unix:{path}")
     except RuntimeError as error:
