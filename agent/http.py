@@ -95,7 +95,7 @@ class Server:
 
     async def start(self, sock: socket.socket) -> None:
         """Listens on a bound socket and owns it from then on."""
-        self._server = await asyncio.start_server(self._accept, sock=sock)
+        self._server = await asyncio.start_server(self.accept, sock=sock)
 
     async def stop(self) -> None:
         """Closes the socket and every connection."""
@@ -107,7 +107,8 @@ class Server:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serves one connection and closes it."""
         import h11
 
         task = asyncio.current_task()

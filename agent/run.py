@@ -302,7 +302,9 @@ class Agent:
         except OSError as error:
             raise AgentError("failed to start xds proxy", error) from None
         if env.boolean("PROXY_XDS_DEBUG_VIA_AGENT", True):
-            self._debug_port = debug_port.DebugPort(self._xds, self.options.localhost)
+            self._debug_port = debug_port.DebugPort(
+                self._xds, self.options.localhost, os.path.join(self.options.config.config_path, debug_port.SOCKET)
+            )
             await self._debug_port.start(env.integer("PROXY_XDS_DEBUG_VIA_AGENT_PORT", debug_port.PORT))
 
     async def _convert(self, resources: list[Any]) -> list[Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -520,7 +522,7 @@ def test_extensions_that_cannot_be_converted_are_refused_by_the_agent(tmp_path: 
 def test_debug_questions_ride_the_stream(tmp_path: Path) -> None:
     async def job() -> None:
         async with Rig(tmp_path) as rig:
-            debug = DebugPort(rig.proxy, "127.0.0.1")
+            debug = DebugPort(rig.proxy, "127.0.0.1", str(tmp_path / "DEBUG"))
             port = free_port()
             await debug.start(port)
 
@@ -553,6 +555,93 @@ def test_debug_questions_ride_the_stream(tmp_path: Path) -> None:
             assert json.loads((await answer).body)["nonce"] == "3"
             await debug.stop()
             call.cancel()
+
+    run(job)
+
+
+@contextlib.asynccontextmanager
+async def debug_channel(rig: Rig, tmp_path: Path) -> AsyncIterator[tuple[int, Any]]:
+    """The debug port of an agent, and a gRPC channel to it."""
+    debug, port = DebugPort(rig.proxy, "127.0.0.1", str(tmp_path / "DEBUG")), free_port()
+    await debug.start(port)
+    channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)])
+    try:
+        yield port, channel
+    finally:
+        await channel.close(None)
+        await debug.stop()
+        assert not (tmp_path / "DEBUG").exists()
+
+
+@FLAVOURS
+def test_debug_questions_over_grpc(tmp_path: Path, flavour: Flavour) -> None:
+    async def job() -> None:
+        async with Rig(tmp_path) as rig, debug_channel(rig, tmp_path) as (port, channel):
+            sotw = channel.stream_stream(f"/{SERVICE}/{SOTW.method}")
+            question = SOTW.request(type_url="istio.io/debug/syncz", resource_names=["a.b"])
+            call = sotw()
+            await call.write(question.SerializeToString())
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            assert caught.value.code() is grpc.StatusCode.UNKNOWN
+            assert caught.value.details() == "the proxy is not connected to discovery"
+            envoy, _, context = await rig.connected(flavour)
+            for nonce in ("1", "2"):
+                call = sotw()
+                await call.write(question.SerializeToString())
+                asked = await rig.discovery.request()
+                names = asked.resource_names_subscribe if flavour.delta else asked.resource_names
+                assert (asked.type_url, list(names)) == ("istio.io/debug/syncz", ["a.b"])
+                body = AnyMessage(type_url="istio.io/debug", value=b"{}")
+                await context.write(response(flavour, asked.type_url, nonce, body))
+                answer = SOTW.response.FromString(await call.read())
+                assert (answer.type_url, answer.nonce, list(answer.resources)) == (asked.type_url, nonce, [body])
+                assert await call.code() is grpc.StatusCode.OK  # one question a stream
+            page = await fetch(Target("127.0.0.1", port), "GET", "/other", timeout=DEADLINE)
+            assert page.status == 404
+            envoy.cancel()
+
+    run(job)
+
+
+def test_other_streams_on_the_debug_port(tmp_path: Path) -> None:
+    async def job() -> None:
+        async with Rig(tmp_path) as rig, debug_channel(rig, tmp_path) as (_, channel):
+            for type_url in (CLUSTER_TYPE, "istio.io/debug"):
+                call = channel.stream_stream(f"/{SERVICE}/{SOTW.method}")()
+                await call.write(SOTW.request(type_url=type_url).SerializeToString())
+                assert await call.read() is grpc.aio.EOF
+                assert await call.code() is grpc.StatusCode.OK
+            call = channel.stream_stream(f"/{SERVICE}/{DELTA.method}")()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.UNKNOWN, "not implemented")
+            call = channel.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")()
+            await call.write(b"\x3a\x00")  # list_services
+            assert SERVICE.encode() in await call.read()
+            call.cancel()
+
+    run(job)
+
+
+def test_the_first_bytes_on_the_debug_port_may_come_one_by_one(tmp_path: Path) -> None:
+    async def job() -> None:
+        async with Rig(tmp_path) as rig, debug_channel(rig, tmp_path) as (port, _):
+            settings = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+            for start, answer in (
+                (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings, settings[3:4]),
+                (b"PUT / HTTP/1.1\r\nHost: x\r\n\r\n", b"HTTP/1.1 404"),
+            ):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                for byte in start:
+                    writer.write(bytes((byte,)))
+                    await asyncio.sleep(0)
+                if start.startswith(b"PUT"):
+                    writer.write_eof()
+                got = await reader.readexactly(12)
+                assert answer in got
+                writer.close()
 
     run(job)
 
@@ -653,6 +742,6 @@ def test_limits_beyond_what_grpc_takes_are_no_limits() -> None:
 
 
 def test_a_debug_port_that_is_none_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
-    port = DebugPort(XdsProxy.__new__(XdsProxy), "127.0.0.1")
+    port = DebugPort(XdsProxy.__new__(XdsProxy), "127.0.0.1", "")
     asyncio.run(port.start(99999))
     assert "Error listening on debug port 99999: bind(): port must be 0-65535" in caplog.text
