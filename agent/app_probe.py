@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
-import ssl
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from urllib.parse import urljoin, urlsplit
 
 from agent import grpc_health
-from agent.http import Headers, HTTPError, Request, Response, Target, connect, fetch, text_response
+from agent.http import Headers, HTTPError, Request, Response, Target, connect, text_response
+from agent.probe_client import ProbeClient
 from agent.probe_config import Prober
 
 log = logging.getLogger("probes")
@@ -34,11 +35,30 @@ class AppProber:
         destination: the pod's address, or ``localhost``.
         status_port: the agent's own, replaced in forwarded Host headers.
         ipv6: bind ``::6`` instead of 127.0.0.6.
+        http2: HTTP/2 for HTTPS where the application has it.
+        keep: leave connections open between probes.
     """
 
-    def __init__(self, probers: Mapping[str, Prober], destination: str, status_port: int, *, ipv6: bool) -> None:
+    def __init__(
+        self,
+        probers: Mapping[str, Prober],
+        destination: str,
+        status_port: int,
+        *,
+        ipv6: bool,
+        http2: bool = True,
+        keep: bool = False,
+    ) -> None:
         self._probers, self._destination, self._status_port = probers, destination, status_port
         self._source = "::6" if ipv6 else "127.0.0.6"
+        self._clients = {
+            path: ProbeClient(http2=http2, keep=keep) for path, prober in probers.items() if prober.kind == "httpGet"
+        }
+
+    def close(self) -> None:
+        """Closes the connections that were kept."""
+        for client in self._clients.values():
+            client.close()
 
     async def serve(self, request: Request) -> Response:
         """The answer to the kubelet."""
@@ -52,36 +72,39 @@ class AppProber:
         return Response(200 if await probe(prober, request.header("user-agent")) else 500)
 
     def _target(self, prober: Prober) -> Target:
-        return Target(self._destination, prober.port, self._source, _unverified() if prober.https else None)
+        return Target(self._destination, prober.port, self._source)
 
     async def _http(self, prober: Prober, request: Request) -> Response:
-        target, path = self._target(prober), prober.path
-        hop_by_hop = ("connection", "host", "content-length", "transfer-encoding")
-        headers = [(name, value) for name, value in request.headers if name.lower() not in hop_by_hop]
+        client, path = self._clients[request.path], prober.path
+        target = dataclasses.replace(self._target(prober), tls=client.tls if prober.https else None)
+        left_out = ("host", "content-length", "transfer-encoding")
+        headers = [(name, value) for name, value in request.headers if name.lower() not in left_out]
         headers.append(("Host", self._host(request.header("host") or target.authority, prober.port)))
         try:
             async with asyncio.timeout(prober.timeout or None):
                 for _ in range(MAX_REDIRECTS):
-                    answer = await fetch(target, "GET", path, headers, timeout=None, limit=BODY_LIMIT, cut=True)
+                    answer = await client.get(target, path, headers, BODY_LIMIT)
                     if not 300 <= answer.status < 400:
                         return Response(answer.status, answer.body, _content_type(answer))
-                    redirected = self._redirected(target, path, answer.header("location"))
+                    redirected = self._redirected(client, target, path, answer.header("location"))
                     if redirected is None:
                         # A redirect needs a Location, so it is a plain success here.
                         return Response(200)
                     target, path = redirected
+                    if urlsplit(answer.header("location")).netloc:
+                        headers[-1] = ("Host", target.authority)
             raise HTTPError("stopped after 10 redirects")
         except (HTTPError, TimeoutError) as error:
             log.error(
                 "Request to probe app failed: %s, original URL path = %s, app URL path = %s",
-                error or "timeout",
+                str(error) or "timeout",
                 request.path,
                 prober.path,
             )
             return Response(500)
 
     @staticmethod
-    def _redirected(target: Target, path: str, location: str) -> tuple[Target, str] | None:
+    def _redirected(client: ProbeClient, target: Target, path: str, location: str) -> tuple[Target, str] | None:
         """Where a redirect on the same host leads; None for another host or no Location."""
         if not location:
             return None
@@ -90,7 +113,7 @@ class AppProber:
         if url.hostname != target.host.lower() or url.scheme not in ("http", "https"):
             return None
         port = url.port or (443 if url.scheme == "https" else 80)
-        tls = _unverified() if url.scheme == "https" else None
+        tls = client.tls if url.scheme == "https" else None
         return Target(target.host, port, target.source, tls), (url.path or "/") + (f"?{url.query}" if url.query else "")
 
     def _host(self, host: str, port: int) -> str:
@@ -113,7 +136,7 @@ class AppProber:
             async with asyncio.timeout(prober.timeout), self._relay(prober) as address:
                 await grpc_health.check(address, prober.service, prober.timeout, agent)
         except (grpc_health.Unhealthy, OSError, TimeoutError) as error:
-            log.error("grpc probe failed: %s", error or "timeout")
+            log.error("grpc probe failed: %s", str(error) or "timeout")
             return False
         return True
 
@@ -157,10 +180,3 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 def _content_type(response: Response) -> Headers:
     value = response.header("content-type")
     return (("Content-Type", value),) if value else ()
-
-
-def _unverified() -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context

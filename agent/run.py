@@ -120,6 +120,8 @@ class Agent:
             "localhost" if legacy else pod_ip,
             options.config.status_port,
             ipv6=options.ipv6 or ":" in pod_ip,
+            http2=env.boolean("ISTIO_ENABLE_HTTP2_PROBING", True),
+            keep=env.boolean("ENABLE_PROBE_KEEPALIVE_CONNECTIONS", False),
         )
         self._status = StatusServer(
             self._readiness,
@@ -410,6 +412,7 @@ class Agent:
         if self._dns is not None:
             await self._dns.stop()
         await self._status.stop()
+        self._prober.close()
 
 
 def load_while_envoy_starts() -> None:
