@@ -75,9 +75,15 @@ def fetch(url: str, options: WasmOptions, *, insecure: bool, deadline: float) ->
 
 
 def request(
-    url: str, options: WasmOptions, *, insecure: bool, deadline: float, headers: Mapping[str, str] | None = None
+    url: str,
+    options: WasmOptions,
+    *,
+    insecure: bool,
+    deadline: float,
+    headers: Mapping[str, str] | None = None,
+    data: bytes | None = None,
 ) -> tuple[Any, bytes]:
-    """(headers, body) of one GET, redirects followed.
+    """(headers, body) of one GET, or of a POST of the form `data`; redirects are followed.
 
     Raises:
         Status: another answer than 200. FetchError: none, or one that is too long.
@@ -96,7 +102,7 @@ def request(
     if timeout <= 0:
         raise FetchError("deadline exceeded")
     try:
-        with opener.open(urllib.request.Request(url, headers=dict(headers or {})), timeout=timeout) as answer:
+        with opener.open(urllib.request.Request(url, data, dict(headers or {})), timeout=timeout) as answer:
             body = answer.read(options.max_size + 1)
     except urllib.error.HTTPError as error:
         with error:

@@ -1,12 +1,11 @@
 """Modules in images of a registry: manifest, access token, and the layer that holds the module. Blocks; run it in a thread.
 
 Sources: istio/istio: pkg/wasm/imagefetcher.go; opencontainers/distribution-spec: spec.md (Pull);
-distribution/distribution: docs/content/spec/auth/token.md.
+distribution/distribution: docs/content/spec/auth/token.md, docs/content/spec/auth/oauth.md.
 """
 
 from __future__ import annotations
 
-import base64
 import gzip
 import hashlib
 import io
@@ -20,12 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-from agent.files import read_file
-from agent.wasm import fetch
+from agent.wasm import fetch, login
 from agent.wasm.fetch import FetchError, Status
+from agent.wasm.login import DOCKER_HUB, Login
 from agent.wasm.options import WasmOptions
 
-_DOCKER_HUB = ("docker.io", "index.docker.io")
 _INDEXES = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
 _DOCKER_MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
 _MANIFESTS = ("application/vnd.oci.image.manifest.v1+json", _DOCKER_MANIFEST, *_INDEXES)
@@ -33,6 +31,7 @@ _DOCKER_LAYER = "application/vnd.docker.image.rootfs.diff.tar.gzip"
 _OCI_LAYER = "application/vnd.oci.image.layer.v1.tar+gzip"
 _WASM_LAYER = "application/vnd.module.wasm.content.layer.v1+wasm"
 _PLUGIN = "plugin.wasm"
+_CLIENT = "sidecarlab"
 _REALM = re.compile(r'realm="([^"]*)"')
 
 
@@ -55,13 +54,17 @@ def find(url: str, secret: bytes, options: WasmOptions, *, insecure: bool, deadl
         FetchError: it cannot be had.
     """
     host, repository, reference = _parse(url)
-    registry = "registry-1.docker.io" if host in _DOCKER_HUB else host
+    registry = "registry-1.docker.io" if host in DOCKER_HUB else host
+    try:
+        credentials = login.find(secret, host, repository, options, deadline)
+    except FetchError as error:
+        raise FetchError(f"could not fetch manifest: {error}") from None
     problem: FetchError | None = None
     # A registry on this machine, or one that need not be checked, may speak plain HTTP.
     for scheme in ("https", "http") if insecure or _is_local(host) else ("https",):
         base = f"{scheme}://{registry}/v2/{repository}"
         try:
-            return _manifest(base, reference, _login(secret, host, repository, options), options, insecure, deadline)
+            return _manifest(base, reference, credentials, options, insecure, deadline)
         except Status as status:
             raise FetchError(f"could not fetch manifest: {status}") from None
         except FetchError as error:
@@ -100,7 +103,7 @@ def _parse(url: str) -> tuple[str, str, str]:
         repository = head
     else:
         tag = "latest"
-    if host in _DOCKER_HUB and "/" not in repository:
+    if host in DOCKER_HUB and "/" not in repository:
         repository = f"library/{repository}"
     return host, repository, digest if at else tag
 
@@ -113,51 +116,9 @@ def _is_local(host: str) -> bool:
         return name == "localhost"
 
 
-def _login(secret: bytes, host: str, repository: str, options: WasmOptions) -> str:
-    """What a Docker configuration has for an image, as basic credentials; empty if it has nothing.
-
-    Without a secret it is the machine's own configuration, as for Docker (google/go-containerregistry:
-    pkg/authn/keychain.go); its credential helpers are not run.
-    """
-    try:
-        if secret:
-            auths: Mapping[str, Any] = json.loads(secret)["auths"]
-        else:
-            auths = _own_logins(options)
-        entry = _entry(auths, host, repository)
-        if entry.get("auth"):
-            return str(entry["auth"])
-        if entry.get("username"):
-            return base64.b64encode(f"{entry['username']}:{entry.get('password', '')}".encode()).decode()
-    except (ValueError, KeyError, TypeError, AttributeError):
-        what = "the image pulling secret" if secret else options.docker_config
-        raise FetchError(f"{what} is no Docker configuration") from None
-    return ""
-
-
-def _own_logins(options: WasmOptions) -> Mapping[str, Any]:
-    try:
-        # Read each time: it may be mounted, and changed, while the agent runs.
-        content = read_file(options.docker_config) if options.docker_config else b"{}"
-    except OSError:
-        return {}
-    found: Mapping[str, Any] = json.loads(content).get("auths") or {}
-    return found
-
-
-def _entry(auths: Mapping[str, Any], host: str, repository: str) -> Mapping[str, Any]:
-    """The entry for the repository, else for its registry, whose key may be a URL."""
-    hub = ("https://index.docker.io/v1/",) if host in _DOCKER_HUB else ()
-    for key in (f"{host}/{repository}", host, *hub):
-        if key in auths:
-            return dict(auths[key])
-    for key in auths:
-        if key.removeprefix("https://").removeprefix("http://").partition("/")[0] == host:
-            return dict(auths[key])
-    return {}
-
-
-def _manifest(base: str, reference: str, login: str, options: WasmOptions, insecure: bool, deadline: float) -> Image:
+def _manifest(
+    base: str, reference: str, credentials: Login, options: WasmOptions, insecure: bool, deadline: float
+) -> Image:
     headers = {"Accept": ", ".join(_MANIFESTS)}
 
     def get(wanted: str) -> bytes:
@@ -167,7 +128,7 @@ def _manifest(base: str, reference: str, login: str, options: WasmOptions, insec
         except Status as status:
             if status.code != 401 or "Authorization" in headers:
                 raise
-            headers["Authorization"] = _authorization(status, login, options, insecure, deadline)
+            headers["Authorization"] = _authorization(status, credentials, options, insecure, deadline)
         return fetch.request(url, options, insecure=insecure, deadline=deadline, headers=headers)[1]
 
     body = _checked(get(reference), reference)
@@ -190,7 +151,7 @@ def _of_platform(index: Mapping[str, Any]) -> str:
     return str(chosen.get("digest"))
 
 
-def _authorization(status: Status, login: str, options: WasmOptions, insecure: bool, deadline: float) -> str:
+def _authorization(status: Status, credentials: Login, options: WasmOptions, insecure: bool, deadline: float) -> str:
     """The Authorization header that a registry asks for: basic, or a token from its realm."""
     challenges = status.headers.get_all("WWW-Authenticate") or []
     for challenge in challenges:
@@ -200,21 +161,35 @@ def _authorization(status: Status, login: str, options: WasmOptions, insecure: b
                 raise FetchError(f"rejected unsafe bearer realm: {why}")
     bearer = next((c for c in challenges if c.lower().startswith("bearer ")), "")
     if not bearer:
-        if not login:
+        if not credentials.basic:
             raise status
-        return f"Basic {login}"
+        return f"Basic {credentials.basic}"
+    if credentials.registry_token:
+        return f"Bearer {credentials.registry_token}"
     fields = dict(re.findall(r'(\w+)="([^"]*)"', bearer))
-    query = urlencode({key: fields[key] for key in ("service", "scope") if key in fields})
-    separator = "&" if "?" in fields.get("realm", "") else "?"
-    headers = {"Authorization": f"Basic {login}"} if login else {}
-    answer = fetch.request(
-        f"{fields.get('realm', '')}{separator}{query}", options, insecure=insecure, deadline=deadline, headers=headers
-    )
-    found = _json(answer[1])
+    wanted = {key: fields[key] for key in ("service", "scope") if key in fields}
+    found = _json(_token(fields.get("realm", ""), wanted, credentials, options, insecure, deadline))
     token = found.get("token") or found.get("access_token")
     if not token:
         raise FetchError("the realm gave no token")
     return f"Bearer {token}"
+
+
+def _token(
+    realm: str, wanted: Mapping[str, str], credentials: Login, options: WasmOptions, insecure: bool, deadline: float
+) -> bytes:
+    """What a token service answers: to an identity token over OAuth 2, if it has that, else to basic credentials."""
+    if credentials.identity_token:
+        grant = {"client_id": _CLIENT, "grant_type": "refresh_token", "refresh_token": credentials.identity_token}
+        form = urlencode({**wanted, **grant}).encode()
+        try:
+            return fetch.request(realm, options, insecure=insecure, deadline=deadline, data=form)[1]
+        except Status as status:
+            if status.code != 404:
+                raise
+    url = f"{realm}{'&' if '?' in realm else '?'}{urlencode(wanted)}"
+    headers = {"Authorization": f"Basic {credentials.basic}"} if credentials.basic else {}
+    return fetch.request(url, options, insecure=insecure, deadline=deadline, headers=headers)[1]
 
 
 def _unsafe(realm: str) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from agent.environment import Environment
 
@@ -17,7 +18,8 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 class WasmOptions:
     """``insecure`` are hosts whose certificates are not checked (``*``: all); times are in seconds, sizes in bytes.
 
-    ``docker_config`` is the file with logins for images that come without a secret, empty for none.
+    ``docker_config`` is the file with logins for images that come without a secret, empty for none; ``environment`` is
+    what the credential helpers run with that it names.
     """
 
     directory: str = DIRECTORY
@@ -29,6 +31,7 @@ class WasmOptions:
     max_size: int = 256 << 20
     blocked: tuple[Network, ...] = ()
     docker_config: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def allows_insecure(self, host: str) -> bool:
         return "*" in self.insecure or host in self.insecure
@@ -51,6 +54,7 @@ def from_environment(env: Environment) -> WasmOptions:
         max_size=env.integer("ISTIO_WASM_MAX_BINARY_SIZE_BYTES", WasmOptions.max_size),
         blocked=tuple(blocked),
         docker_config=_docker_config(env),
+        environment=env.values,
     )
 
 
@@ -60,11 +64,11 @@ def _docker_config(env: Environment) -> str:
     places = [os.path.join(docker, "config.json")] if docker else []
     if not docker and home:
         places.append(os.path.join(home, ".docker", "config.json"))
-    if env.string("REGISTRY_AUTH_FILE"):
-        places.append(env.string("REGISTRY_AUTH_FILE"))
-    elif env.string("XDG_RUNTIME_DIR"):
-        places.append(os.path.join(env.string("XDG_RUNTIME_DIR"), "containers", "auth.json"))
-    return next((place for place in places if os.path.exists(place)), "")
+    places.append(env.string("REGISTRY_AUTH_FILE"))
+    own = env.string("XDG_CONFIG_HOME") or (os.path.join(home, ".config") if home else "")
+    directories = filter(None, (env.string("XDG_RUNTIME_DIR"), own))
+    places += [os.path.join(directory, "containers", "auth.json") for directory in directories]
+    return next((place for place in places if os.path.isfile(place)), "")
 
 
 def _words(text: str) -> list[str]:

@@ -10,11 +10,14 @@ import hashlib
 import http.server
 import io
 import json
+import os
+import socket
 import tarfile
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import pytest
 from envoy.config.core.v3 import extension_pb2
@@ -67,6 +70,8 @@ class Site:
                     self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(body)
+
+            do_POST = do_GET
 
             def log_message(self, *_: object) -> None:
                 """Nobody reads it."""
@@ -522,10 +527,9 @@ def test_without_a_secret_the_machines_own_logins_count(key: str, tmp_path: Path
         own = from_environment(Environment({"DOCKER_CONFIG": str(config.parent)})).docker_config
         assert own == str(config)
         assert await Rig(tmp_path, docker_config=own).get(url) == MODULE
-        for other in ('{"credsStore": "x"}', '{"auths": {"other.example": {"auth": "eA=="}}}'):
-            config.write_text(other)
-            with pytest.raises(FetchError, match="status code 401"):
-                await Rig(tmp_path, docker_config=own).get(url)
+        config.write_text('{"auths": {"other.example": {"auth": "eA=="}}}')
+        with pytest.raises(FetchError, match="status code 401"):
+            await Rig(tmp_path, docker_config=own).get(url)
         config.write_text("rubbish")
         with pytest.raises(FetchError, match=r"config\.json is no Docker configuration"):
             await Rig(tmp_path, docker_config=own).get(url)
@@ -540,7 +544,13 @@ def test_without_a_secret_the_machines_own_logins_count(key: str, tmp_path: Path
         (["h/.docker/config.json"], {"HOME": "h"}, "h/.docker/config.json"),
         (["h/.docker/config.json", "a.json"], {"HOME": "h", "REGISTRY_AUTH_FILE": "a.json"}, "h/.docker/config.json"),
         (["a.json"], {"HOME": "h", "REGISTRY_AUTH_FILE": "a.json", "XDG_RUNTIME_DIR": "x"}, "a.json"),
-        (["x/containers/auth.json"], {"XDG_RUNTIME_DIR": "x"}, "x/containers/auth.json"),
+        (
+            ["x/containers/auth.json"],
+            {"REGISTRY_AUTH_FILE": "a.json", "XDG_RUNTIME_DIR": "x"},
+            "x/containers/auth.json",
+        ),
+        (["h/.config/containers/auth.json"], {"HOME": "h", "XDG_RUNTIME_DIR": "x"}, "h/.config/containers/auth.json"),
+        (["c/containers/auth.json"], {"HOME": "h", "XDG_CONFIG_HOME": "c"}, "c/containers/auth.json"),
         ([], {"DOCKER_CONFIG": "d", "HOME": "h", "XDG_RUNTIME_DIR": "x"}, ""),
     ],
 )
@@ -552,6 +562,137 @@ def test_where_this_machines_logins_are(
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text("{}")
     assert from_environment(Environment(env)).docker_config == expected
+
+
+def helper(tmp_path: Path, name: str, body: str) -> dict[str, str]:
+    """A credential helper, as a script; the environment that it is found in. It writes down what it is asked."""
+    directory = tmp_path / "bin"
+    directory.mkdir(exist_ok=True)
+    program = directory / f"docker-credential-{name}"
+    program.write_text(f'#!/bin/sh\nread -r key\necho "$1 $key" >> {tmp_path}/asked\n{body}\n')
+    program.chmod(0o755)
+    return {"PATH": f"{directory}:{os.environ['PATH']}", "DOCKER_CONFIG": str(tmp_path)}
+
+
+def guard(site: Site, authorization: str, challenge: str) -> None:
+    """Closes every page to those who do not say `authorization`."""
+    for path, page in list(site.pages.items()):
+
+        def guarded(request: Any, page: Any = page) -> Any:
+            if request.headers.get("Authorization") == authorization:
+                return page
+            return 401, {"WWW-Authenticate": challenge}, b""
+
+        site.pages[path] = guarded
+
+
+ME = f"Basic {base64.b64encode(b'me:word').decode()}"
+ANSWER = """echo '{"ServerURL": "x", "Username": "me", "Secret": "word"}'"""
+UNKNOWN = "echo credentials not found in native keychain; exit 1"
+
+
+@pytest.mark.parametrize("setting", ["credHelpers", "credsStore"])
+@pytest.mark.parametrize("secret", [True, False])
+def test_a_credential_helper_knows_the_login(setting: str, secret: bool, tmp_path: Path, site: Site) -> None:
+    async def job() -> None:
+        push(site, "private", [("c", b"{}"), (WASM_LAYER, MODULE)])
+        guard(site, ME, 'Basic realm="http://registry.example"')
+        env = helper(tmp_path, "mine", ANSWER)
+        # A file's own entry for a registry that a helper has does not count.
+        config: dict[str, Any] = {"auths": {site.host: {"auth": "eDp5"}}}
+        config |= {setting: "mine"} if setting == "credsStore" else {"credsStore": "no", setting: {site.host: "mine"}}
+        if setting == "credHelpers":
+            helper(tmp_path, "no", UNKNOWN)
+        text = json.dumps(config)
+        (tmp_path / "config.json").write_text("{}" if secret else text)
+        options = from_environment(Environment(env))
+        rig = Rig(tmp_path, docker_config=options.docker_config, environment=options.environment)
+        got = await rig.get(f"oci://{site.host}/private:v1", **({"secret": text.encode()} if secret else {}))
+        assert got == MODULE
+        asked = (tmp_path / "asked").read_text().splitlines()
+        wanted = [f"get {site.host}/private", f"get {site.host}"]
+        assert asked == (wanted[:1] if setting == "credsStore" else wanted)
+
+    run(job)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("echo locked; exit 3", "error getting credentials: docker-credential-mine: exit status 3: locked"),
+        ("echo rubbish", "error getting credentials: docker-credential-mine answers without JSON"),
+        ("exec sleep 100", "error getting credentials: docker-credential-mine does not answer"),
+        ("", "error getting credentials: docker-credential-mine answers without JSON"),
+        (None, "error getting credentials: docker-credential-mine: No such file or directory"),
+        (UNKNOWN, "could not fetch manifest: status code 401"),
+    ],
+)
+def test_credential_helpers_that_do_not_help(body: str | None, reason: str, tmp_path: Path, site: Site) -> None:
+    async def job() -> None:
+        push(site, "private", [("c", b"{}"), (WASM_LAYER, MODULE)])
+        guard(site, ME, 'Basic realm="http://registry.example"')
+        env = helper(tmp_path, "other" if body is None else "mine", body or "")
+        (tmp_path / "config.json").write_text('{"credsStore": "mine"}')
+        options = from_environment(Environment(env))
+        rig = Rig(tmp_path, docker_config=options.docker_config, environment=options.environment)
+        with pytest.raises(FetchError) as caught:
+            await rig.get(f"oci://{site.host}/private:v1", timeout=0.5)
+        assert str(caught.value).endswith(reason)
+        assert "word" not in str(caught.value)
+
+    run(job)
+
+
+@pytest.mark.parametrize("oauth", [True, False])
+def test_an_identity_token_becomes_an_access_token(
+    oauth: bool, tmp_path: Path, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lookup = socket.getaddrinfo
+
+    def resolve(host: Any, *more: Any, **named: Any) -> Any:
+        # A realm on a loopback address is refused.
+        return lookup("127.0.0.1" if host == "auth.example" else host, *more, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+
+    async def job() -> None:
+        push(site, "private", [("c", b"{}"), (WASM_LAYER, MODULE)])
+        realm = f"http://auth.example:{site.server.server_port}/token"
+        guard(site, "Bearer opened", f'Bearer realm="{realm}",service="s",scope="repository:private:pull"')
+        forms: list[dict[str, list[str]]] = []
+
+        def token(request: Any) -> Any:
+            if request.command == "POST":
+                forms.append(parse_qs(request.rfile.read(int(request.headers["Content-Length"])).decode()))
+                return (200, {}, b'{"access_token": "opened"}') if oauth else (404, {}, b"")
+            return 200, {}, b'{"token": "opened"}'
+
+        site.pages["/token"] = token
+        env = helper(tmp_path, "mine", """echo '{"Username": "<token>", "Secret": "identity"}'""")
+        (tmp_path / "config.json").write_text('{"credsStore": "mine"}')
+        options = from_environment(Environment(env))
+        rig = Rig(tmp_path, docker_config=options.docker_config, environment=options.environment)
+        assert await rig.get(f"oci://{site.host}/private:v1") == MODULE
+        (form,) = forms
+        assert form.pop("client_id")
+        assert form == {
+            "grant_type": ["refresh_token"],
+            "refresh_token": ["identity"],
+            "service": ["s"],
+            "scope": ["repository:private:pull"],
+        }
+
+    run(job)
+
+
+def test_a_registry_token_is_the_access_token(tmp_path: Path, site: Site) -> None:
+    async def job() -> None:
+        push(site, "private", [("c", b"{}"), (WASM_LAYER, MODULE)])
+        guard(site, "Bearer opened", 'Bearer realm="http://auth.example/token"')
+        config = json.dumps({"auths": {site.host: {"registrytoken": "opened"}}}).encode()
+        assert await Rig(tmp_path).get(f"oci://{site.host}/private:v1", secret=config) == MODULE
+
+    run(job)
 
 
 def test_a_registry_cannot_send_the_agent_to_a_private_realm(tmp_path: Path, site: Site) -> None:

@@ -1,0 +1,125 @@
+"""What a registry gets to see of us: logins of a Docker configuration, in it or from the credential helpers it names.
+
+Sources: google/go-containerregistry: pkg/authn/keychain.go; docker/cli: cli/config/configfile/file.go,
+cli/config/credentials/native_store.go; docker/docker-credential-helpers: client/client.go.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agent.files import read_file
+from agent.wasm.fetch import FetchError
+from agent.wasm.options import WasmOptions
+
+DOCKER_HUB = ("index.docker.io", "docker.io")
+_HUB_KEY = "https://index.docker.io/v1/"
+_HELPER = "docker-credential-"
+_NOT_FOUND = "credentials not found in native keychain"
+_TOKEN_USER = "<token>"
+
+
+@dataclass(frozen=True, slots=True)
+class Login:
+    """Of these the first that is there counts: a bearer token, an identity token (OAuth 2), basic credentials."""
+
+    registry_token: str = ""
+    identity_token: str = ""
+    basic: str = ""
+
+
+NOBODY = Login()
+
+
+def find(secret: bytes, host: str, repository: str, options: WasmOptions, deadline: float) -> Login:
+    """What there is for an image: in its pull secret, else in the machine's own configuration. Blocks.
+
+    Raises:
+        FetchError: the configuration is none, or a helper that it names fails.
+    """
+    what = "the image pulling secret" if secret else options.docker_config
+    try:
+        config = json.loads(secret or _own(options))
+        if secret and "auths" not in config and "credHelpers" not in config and "credsStore" not in config:
+            raise KeyError("auths")
+        auths, helpers = config.get("auths") or {}, config.get("credHelpers") or {}
+        hub = host in DOCKER_HUB
+        for key in (f"{DOCKER_HUB[0] if hub else host}/{repository}", _HUB_KEY if hub else host):
+            helper = helpers.get(key) or config.get("credsStore")
+            found = _asked(str(helper), key, options, deadline) if helper else _entry(auths, key)
+            if found != NOBODY:
+                return found
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise FetchError(f"{what} is no Docker configuration") from None
+    return NOBODY
+
+
+def _own(options: WasmOptions) -> bytes:
+    try:
+        # Read each time: it may be mounted, and changed, while the agent runs.
+        return read_file(options.docker_config) if options.docker_config else b"{}"
+    except OSError:
+        return b"{}"
+
+
+def _entry(auths: Mapping[str, Any], key: str) -> Login:
+    """What the configuration itself has; a registry's key may be a URL."""
+    found = auths.get(key)
+    hosts = DOCKER_HUB if key == _HUB_KEY else (key,)
+    if found is None:
+        found = next((entry for name, entry in auths.items() if _host(name) in hosts), None)
+    if not found:
+        return NOBODY
+    entry = dict(found)
+    basic = str(entry.get("auth") or "")
+    if not basic and entry.get("username"):
+        basic = _basic(str(entry["username"]), str(entry.get("password", "")))
+    return Login(str(entry.get("registrytoken") or ""), str(entry.get("identitytoken") or ""), basic)
+
+
+def _host(name: str) -> str:
+    return name.removeprefix("https://").removeprefix("http://").partition("/")[0]
+
+
+def _basic(user: str, password: str) -> str:
+    return base64.b64encode(f"{user}:{password}".encode()).decode()
+
+
+def _asked(helper: str, key: str, options: WasmOptions, deadline: float) -> Login:
+    """What a helper says of a registry: its key goes in, JSON comes out; nobody if it does not know it."""
+    program = _HELPER + helper
+    try:
+        done = subprocess.run(
+            [program, "get"],
+            input=key.encode(),
+            stdout=subprocess.PIPE,
+            env=dict(options.environment),
+            timeout=max(0.0, deadline - time.monotonic()),
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise FetchError(f"error getting credentials: {program} does not answer") from None
+    except OSError as error:
+        raise FetchError(f"error getting credentials: {program}: {error.strerror}") from None
+    said = done.stdout.decode(errors="replace").strip()
+    if done.returncode != 0:
+        if said == _NOT_FOUND:
+            return NOBODY
+        # What it says of a failure is no secret; what it says otherwise is one.
+        raise FetchError(
+            f"error getting credentials: {program}: exit status {done.returncode}: {' '.join(said.split())}"
+        )
+    try:
+        answer = json.loads(said)
+        user, password = str(answer.get("Username", "")), str(answer.get("Secret", ""))
+    except (ValueError, AttributeError):
+        raise FetchError(f"error getting credentials: {program} answers without JSON") from None
+    if user == _TOKEN_USER:
+        return Login(identity_token=password)
+    return Login(basic=_basic(user, password)) if user or password else NOBODY
