@@ -147,6 +147,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str]) -> ProxyOptions:
         service_cluster=parsed.string("serviceCluster"),
         concurrency=parsed.integer("concurrency"),
         cpu_limit=environment.integer("ISTIO_CPU_LIMIT", 0),
+        mesh_path=parsed.string("meshConfig"),
         resolve_statsd=lambda address: network.resolve(address, proxy_config.split_host_port),
     )
     if parsed.string("templateFile") and not config.custom_config_file:

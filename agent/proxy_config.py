@@ -9,6 +9,7 @@ pkg/config/validation/agent/validation.go.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import ipaddress
 import json
@@ -127,7 +128,7 @@ def merge(base: pb.ProxyConfig, overlay: Mapping[str, Any]) -> pb.ProxyConfig:
     """
     try:
         layer = pb.ProxyConfig()
-        fields = _normalised(pb.ProxyConfig.DESCRIPTOR, overlay)
+        fields = normalised(pb.ProxyConfig.DESCRIPTOR, overlay)
         # Unknown fields are gone already; an unknown enum value must stay an error.
         json_format.ParseDict(fields, layer)
     except (json_format.ParseError, TypeError) as error:
@@ -169,7 +170,7 @@ def _inherit(target: pb.ProxyConfig.ProxyHeaders, base: pb.ProxyConfig.ProxyHead
         getattr(target, member).CopyFrom(getattr(base, member))
 
 
-def _normalised(message: Any, value: Mapping[str, Any]) -> dict[str, Any]:
+def normalised(message: Any, value: Mapping[str, Any]) -> dict[str, Any]:
     """The mapping with camelCase names, without nulls, and with durations in protobuf's own form."""
     fields = {name: field for field in message.fields for name in (field.name, field.json_name)}
     result: dict[str, Any] = {}
@@ -197,11 +198,11 @@ def _normalised_value(field: Any, item: Any) -> Any:
         return item
     if field.is_repeated:
         return (
-            [_normalised(nested, one) if isinstance(one, Mapping) else one for one in item]
+            [normalised(nested, one) if isinstance(one, Mapping) else one for one in item]
             if isinstance(item, list)
             else item
         )
-    return _normalised(nested, item) if isinstance(item, Mapping) else item
+    return normalised(nested, item) if isinstance(item, Mapping) else item
 
 
 def _key(key: Any) -> str:
@@ -240,6 +241,7 @@ def construct(
     concurrency: int = 0,
     cpu_limit: int = 0,
     resolve_statsd: Callable[[str], str] | None = None,
+    mesh_path: str = paths.MESH_CONFIG,
 ) -> pb.ProxyConfig:
     """Merges all layers and validates the result.
 
@@ -251,17 +253,18 @@ def construct(
         concurrency: overrides the concurrency if not 0.
         cpu_limit: used as concurrency if no layer sets one.
         resolve_statsd: turns ``host:port`` into ``address:port``; raises OSError or ValueError.
+        mesh_path: what errors call the mesh configuration file.
 
     Raises:
         AgentError: a layer cannot be parsed, or the result is not valid.
     """
     config = defaults()
     if mesh_file:
-        config = _apply_layer("file", mesh_file, config, _default_config)
+        config = _apply_mesh_file(mesh_path, mesh_file, config)
     if environment:
-        config = _apply_layer("environment", environment, config, lambda data: data)
+        config = _apply_layer("environment", environment, config)
     if annotations.get(CONFIG_ANNOTATION):
-        config = _apply_layer("annotation", annotations[CONFIG_ANNOTATION], config, lambda data: data)
+        config = _apply_layer("annotation", annotations[CONFIG_ANNOTATION], config)
     if not config.HasField("concurrency") and cpu_limit:
         log.info("cpu limit detected as %d, setting concurrency", cpu_limit)
         config.concurrency.value = cpu_limit
@@ -286,22 +289,33 @@ def construct(
     return _apply_annotations(config, annotations)
 
 
-def _default_config(mesh: dict[str, Any]) -> Mapping[str, Any]:
-    layer = mesh.get("defaultConfig", mesh.get("default_config"))
-    if layer is None:
-        return {}
-    if not isinstance(layer, dict):
-        raise ValueError("defaultConfig must be a mapping")
-    return layer
+def _apply_mesh_file(path: str, text: str, base: pb.ProxyConfig) -> pb.ProxyConfig:
+    """`base` with the ``defaultConfig`` of a MeshConfig, all of which must be valid."""
+    from agent import mesh_config
+
+    text = well_formed(text)
+    log.info("Apply mesh config from file %s %s", path, " ".join(text.split()))
+    try:
+        data = parse_yaml(text)
+        mesh = mesh_config.parse(data)
+        layer = data.get("defaultConfig") or {}
+        if not isinstance(layer, dict):
+            raise ValueError("defaultConfig must be a mapping")
+        config = merge(base, layer)
+        if problems := mesh_config.problems(mesh) + validate(config):
+            raise ValueError("; ".join(problems))
+    except ValueError as error:
+        raise AgentError(f"failed to unmarshal mesh config from file {path}", error) from None
+    if "ISTIO_META_DNS_AUTO_ALLOCATE" in config.proxy_metadata:
+        log.warning("warnings occurred during mesh validation: 'ISTIO_META_DNS_AUTO_ALLOCATE' is deprecated")
+    return config
 
 
-def _apply_layer(
-    name: str, text: str, base: pb.ProxyConfig, select: Callable[[dict[str, Any]], Mapping[str, Any]]
-) -> pb.ProxyConfig:
+def _apply_layer(name: str, text: str, base: pb.ProxyConfig) -> pb.ProxyConfig:
     text = well_formed(text)
     log.info("Apply proxy config from %s %s", name, " ".join(text.split()))
     try:
-        return merge(base, select(parse_yaml(text)))
+        return merge(base, parse_yaml(text))
     except ValueError as error:
         raise AgentError(f"failed to unmarshal mesh config from {name}", error) from None
 
@@ -349,9 +363,22 @@ def _address_problem(address: str) -> str:
 
 
 def _is_fqdn(name: str) -> bool:
-    if not name or len(name) > 255:
-        return False
-    return all(_LABEL.fullmatch(label) for label in name.removesuffix(".").split("."))
+    return bool(name) and len(name) <= 255 and not label_problem(name)
+
+
+def label_problem(domain: str) -> str:
+    """What is wrong with the labels of a domain name, empty if nothing; it may end in a dot.
+
+    Source: istio/istio: pkg/config/validation/agent/validation.go (ValidateDNS1123Labels).
+    """
+    *labels, last = domain.split(".")
+    with contextlib.suppress(ValueError):
+        parse_int(last)
+        return f'domain name "{domain}" invalid (top level domain "{last}" cannot be all-numeric)'
+    if last or not labels:
+        labels.append(last)
+    wrong = next((label for label in labels if _LABEL.fullmatch(label) is None), None)
+    return "" if wrong is None else f'domain name "{domain}" invalid (label "{wrong}" invalid)'
 
 
 def _is_ip(text: str) -> bool:
@@ -421,12 +448,26 @@ def validate(config: pb.ProxyConfig) -> list[str]:
 
 
 def _tls_problems(tls: pb.ClientTLSSettings) -> list[str]:
-    if tls.mode == pb.ClientTLSSettings.MUTUAL:
-        if tls.credential_name:
-            return []
+    """Source: istio/istio: pkg/config/validation/agent/validation.go (ValidateTLS)."""
+    modes = pb.ClientTLSSettings
+    problems: list[str] = []
+    if tls.credential_name.startswith("configmap://"):
+        problems.append('invalid configmap:// credentialName: namespace must match the configuration namespace ""')
+    if tls.insecure_skip_verify.value:
+        if tls.mode == modes.SIMPLE and (tls.ca_certificates or tls.credential_name or tls.subject_alt_names):
+            problems.append(
+                "cannot specify CaCertificates or CredentialName or SubjectAltNames when InsecureSkipVerify is set true"
+            )
+        if tls.mode == modes.MUTUAL and (tls.ca_certificates or tls.subject_alt_names):
+            problems.append("cannot specify CaCertificates or SubjectAltNames when InsecureSkipVerify is set true")
+    if tls.mode in (modes.SIMPLE, modes.MUTUAL) and tls.credential_name:
+        if tls.client_certificate or tls.ca_certificates or tls.private_key or tls.ca_crl:
+            problems.append("cannot specify client certificates or CA certificate or CA CRL If credentialName is set")
+        return problems
+    if tls.mode == modes.MUTUAL:
         missing = [name for name in ("client_certificate", "private_key") if not getattr(tls, name)]
-        return [f"{name.replace('_', ' ')} required for mutual tls" for name in missing]
-    return []
+        problems += [f"{name.replace('_', ' ')} required for mutual tls" for name in missing]
+    return problems
 
 
 def _private_key_provider_problems(provider: pb.PrivateKeyProvider) -> list[str]:

@@ -145,7 +145,17 @@ def test_values_that_do_not_fit(overlay: dict[str, Any], message: str) -> None:
         ("discoveryAddress: istiod", "invalid discovery address"),
         ("discoveryAddress: istiod:99999", "port number 99999 must be in the range 1..65535"),
         ("discoveryAddress: ist_iod:15012", "is not a valid hostname or an IP address"),
+        ("discoveryAddress: 10.0.0.300:15012", '"10.0.0.300" is not a valid hostname or an IP address'),
         ("proxyAdminPort: 0", "invalid proxy admin port"),
+        ("tracing: {tlsSettings: {mode: MUTUAL}}", "invalid tracing TLS config: client certificate required"),
+        (
+            "tracing: {tlsSettings: {mode: SIMPLE, credentialName: a, caCertificates: b}}",
+            "cannot specify client certificates or CA certificate or CA CRL",
+        ),
+        (
+            "tracing: {tlsSettings: {mode: SIMPLE, insecureSkipVerify: true, subjectAltNames: [a]}}",
+            "cannot specify CaCertificates or CredentialName or SubjectAltNames",
+        ),
         ("statusPort: 0", "invalid status port"),
         ("statusPort: 70000", "invalid status port"),
         ("controlPlaneAuthPolicy: INHERIT", "invalid authentication policy"),
