@@ -11,6 +11,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
@@ -21,6 +22,9 @@ from agent.protos import ca_pb2
 from agent.security import SecurityOptions
 from agent.upstream import load_client_certificate, read_root, server_name
 from agent.xds_proxy import channel_options
+
+if TYPE_CHECKING:
+    from agent.tls_relay import TLSRelay
 
 log = logging.getLogger("citadelclient")
 
@@ -61,6 +65,7 @@ class CAClient:
     ) -> None:
         self._options, self._metadata, self._metrics, self._keepalive = options, metadata, metrics, keepalive
         self._channel: grpc.aio.Channel | None = None
+        self._relay: TLSRelay | None = None
 
     def _connect(self) -> grpc.aio.Channel:
         if self._channel is None:
@@ -68,6 +73,15 @@ class CAClient:
             address = self._options.ca_address
             if not self._options.ca_root:
                 self._channel = grpc.aio.insecure_channel(address, options=arguments)
+            elif self._options.policy is not None:
+                from agent.tls_relay import TLSRelay
+
+                name = self._options.ca_server_name or server_name(address)
+                root, policy = self._options.ca_root, self._options.policy
+                self._relay = TLSRelay(
+                    self._options.relay, address, name, policy, lambda: read_root(root), self._client_certificate
+                )
+                self._channel = self._relay.channel(arguments)
             else:
                 name = self._options.ca_server_name or server_name(address)
                 credentials = grpc.ssl_channel_credentials(
@@ -87,6 +101,9 @@ class CAClient:
         if self._channel is not None:
             await self._channel.close(None)
             self._channel = None
+        if self._relay is not None:
+            await self._relay.close()
+            self._relay = None
 
     async def sign(self, csr: bytes, seconds: int) -> list[str]:
         """The chain for a request: leaf first, root last, PEM each.

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent import network
+from agent import compliance, network
 from agent.errors import AgentError
 from agent.protos import proxy_config_pb2 as pb
 from agent.proxy_config import parse_yaml
@@ -33,11 +33,6 @@ PR_SET_PDEATHSIG = 1
 # Levels in the text format, in Envoy's JSON and in ours.
 _CRITICAL = ("\tcritical\t", '"level":"critical"', '"level": "critical"')
 _ERROR = ("\terror\t", '"level":"error"', '"level": "error"')
-FIPS_POLICIES = ("fips-140-2", "fips-140-3")
-FIPS_CIPHERS = (
-    "ECDHE-ECDSA-AES128-GCM-SHA256:ECDHE-RSA-AES128-GCM-SHA256:"
-    "ECDHE-ECDSA-AES256-GCM-SHA384:ECDHE-RSA-AES256-GCM-SHA384"
-)
 
 
 @dataclass(frozen=True)
@@ -133,8 +128,8 @@ def find_binary(configured: str) -> str:
 def envoy_environment(environ: Mapping[str, str], compliance_policy: str) -> dict[str, str]:
     """The agent's own environment, with the cipher limit of the FIPS policies."""
     result = dict(environ)
-    if compliance_policy in FIPS_POLICIES:
-        result["GRPC_SSL_CIPHER_SUITES"] = FIPS_CIPHERS
+    if compliance_policy in compliance.FOR_ENVOYS_GRPC:
+        result["GRPC_SSL_CIPHER_SUITES"] = compliance.CIPHERS
     return result
 
 

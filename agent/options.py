@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from agent import network, paths, proxy_config
+from agent import compliance, network, paths, proxy_config
 from agent.bootstrap import BootstrapOptions
 from agent.downward import read_downward_api
 from agent.environment import Environment
@@ -219,7 +219,7 @@ def bootstrap_options(options: ProxyOptions) -> BootstrapOptions:
         log_as_json=options.flags.boolean("log_as_json"),
         status_port_proxy_protocol=env.boolean("ENVOY_STATUS_PORT_ENABLE_PROXY_PROTOCOL", False),
         strip_fragment=env.boolean("HTTP_STRIP_FRAGMENT_FROM_PATH_UNSAFE_IF_DISABLED", True),
-        compliance_policy=env.string("COMPLIANCE_POLICY"),
+        compliance_policy=env.string(compliance.VARIABLE),
         host_ip=env.string("HOST_IP"),
     )
 

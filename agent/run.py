@@ -18,14 +18,14 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+from agent import compliance, paths
 from agent import options as agent_options
-from agent import paths
 from agent.admin import AdminClient
 from agent.app_probe import AppProber
 from agent.bootstrap import XDS_SOCKET, build_bootstrap, lightstep_token_file
 from agent.dns.server import DNSOptions, DNSServer
 from agent.dns.table import ProxyNames
-from agent.envoy import FIPS_CIPHERS, FIPS_POLICIES, EnvoyProcess, envoy_args, envoy_environment, find_binary
+from agent.envoy import EnvoyProcess, envoy_args, envoy_environment, find_binary
 from agent.errors import AgentError
 from agent.grpc_bootstrap import DEFAULT_PATH, GRPCReadiness, build_grpc_bootstrap, write_grpc_bootstrap
 from agent.lifecycle import DrainOptions, ProxyAgent
@@ -340,7 +340,7 @@ class Agent:
         await self._envoy.start(
             find_binary(options.config.binary_path),
             envoy_args(path, options.config, agent_options.envoy_options(options, node)),
-            envoy_environment(env.values, env.string("COMPLIANCE_POLICY")),
+            envoy_environment(env.values, env.string(compliance.VARIABLE)),
         )
         return written
 
@@ -459,7 +459,7 @@ def run_proxy(options: ProxyOptions) -> None:
         dns_address = options.environment.string("DNS_PROXY_ADDR")
         as_root = os.geteuid() == 0 and dns_address.endswith(":53")
         envoy = EnvoyProcess(ENVOY_USER if as_root else None, log_as_json=options.flags.boolean("log_as_json"))
-    _prepare_process(options)
+    _prepare_process()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_main(options, envoy))
@@ -468,12 +468,10 @@ def run_proxy(options: ProxyOptions) -> None:
             envoy.close()
 
 
-def _prepare_process(options: ProxyOptions) -> None:
-    """As Go's runtime does: as many open files as are allowed. And the cipher limit of the FIPS policies for gRPC."""
+def _prepare_process() -> None:
+    """As Go's runtime does: as many open files as are allowed."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if options.environment.string("COMPLIANCE_POLICY") in FIPS_POLICIES:
-        os.environ.setdefault("GRPC_SSL_CIPHER_SUITES", FIPS_CIPHERS)
 
 
 async def _main(options: ProxyOptions, envoy: EnvoyProcess | None) -> None:

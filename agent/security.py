@@ -10,7 +10,8 @@ import os
 import socket
 from dataclasses import dataclass, field
 
-from agent import paths
+from agent import compliance, paths
+from agent.compliance import Policy
 from agent.csr import KeyOptions, spiffe_id
 from agent.errors import AgentError
 from agent.options import ProxyOptions
@@ -42,6 +43,7 @@ class CertificateFiles:
 
 
 _WELL_KNOWN = ("cert-chain.pem", "key.pem", "root-cert.pem")
+CA_RELAY = "CA"
 _GKE = ("certificates.pem", "private_key.pem", "ca_certificates.pem")
 
 
@@ -63,6 +65,8 @@ class SecurityOptions:
         output_directory: where issued certificates are written; empty for nowhere.
         output_mode: of those files.
         file_retry: seconds before the first retry of reading a file.
+        policy: what TLS with the CA may be, None for what gRPC does.
+        relay: the Unix socket that TLS under a policy lies behind.
     """
 
     identity: str
@@ -82,6 +86,8 @@ class SecurityOptions:
     output_mode: int = 0o600
     file_retry: float = 0.1
     crl: str = ""
+    policy: Policy | None = None
+    relay: str = ""
 
 
 def socket_is_alive(path: str) -> bool:
@@ -189,6 +195,8 @@ def resolve(options: ProxyOptions, *, serve_only_files: bool) -> SecurityOptions
         output_directory=env.string("OUTPUT_CERTS"),
         output_mode=0o644 if env.string("KUBERNETES_SERVICE_HOST") else 0o600,
         file_retry=env.seconds("FILE_DEBOUNCE_DURATION", 0.1),
+        policy=None if plaintext or no_ca else compliance.policy(env),
+        relay=os.path.join(config.config_path, CA_RELAY),
         crl=paths.CRL if env.boolean("PILOT_ENABLE_CA_CRL", True) else "",
     )
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import grpc
 import grpc.aio
 
-from agent import paths
+from agent import compliance, paths
 from agent.errors import AgentError
 from agent.files import read_file
 from agent.options import ProxyOptions
@@ -24,6 +24,7 @@ from agent.xds_proxy import Upstream, channel_options
 
 log = logging.getLogger("xdsproxy")
 
+RELAY = "DISCOVERY"  # beside the socket for Envoy
 SYSTEM_ROOTS = (
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/tls/certs/ca-bundle.crt",
@@ -90,6 +91,24 @@ def discovery(options: ProxyOptions) -> Upstream:
     root_path = xds_root(options)
     read_root(root_path)
     name = env.string("ISTIOD_SAN") or server_name(config.discovery_address)
+    policy = compliance.policy(env)
+    if policy is not None:
+        from agent.tls_relay import TLSRelay
+
+        relay = TLSRelay(
+            os.path.join(config.config_path, RELAY),
+            config.discovery_address,
+            name,
+            policy,
+            lambda: read_root(root_path),
+            lambda: client_certificate(options),
+        )
+        return Upstream(
+            config.discovery_address,
+            lambda: relay.channel(arguments),
+            lambda: call_metadata(options, "XDS_HEADER_"),
+            relay.close,
+        )
 
     def encrypted() -> grpc.aio.Channel:
         key, chain = client_certificate(options)

@@ -122,11 +122,12 @@ def is_forwarded(type_url: str) -> bool:
 
 @dataclass
 class Upstream:
-    """How to reach discovery: made anew for every stream."""
+    """How to reach discovery: made anew for every stream. `close` is for the end."""
 
     address: str
     connect: Callable[[], grpc.aio.Channel]
     metadata: Callable[[], Sequence[tuple[str, str | bytes]]]
+    close: Callable[[], Awaitable[None]] | None = None
 
 
 Handler = Callable[[bytes], Awaitable[None] | None]
@@ -212,6 +213,8 @@ class XdsProxy:
         if self._server is not None:
             await self._server.stop(None)
             self._server = None
+        if self._upstream.close is not None:
+            await self._upstream.close()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
 

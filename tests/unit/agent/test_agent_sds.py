@@ -25,6 +25,7 @@ from google.rpc import status_pb2
 
 from agent import proxy_config
 from agent.ca_client import CAClient, CAError
+from agent.compliance import POLICIES, Policy
 from agent.csr import KeyOptions, generate_csr, spiffe_id
 from agent.errors import AgentError
 from agent.metrics import Metrics
@@ -167,17 +168,19 @@ def test_requests_at_once_make_one_certificate() -> None:
     run(job)
 
 
-def test_tls_to_the_ca(tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", [None, *POLICIES.values()], ids=["none", *POLICIES])
+def test_tls_to_the_ca(tmp_path: Path, policy: Policy | None) -> None:
     async def job() -> None:
         issuer = Issuer()
+        under: dict[str, Any] = {"policy": policy, "relay": str(tmp_path / "CA")}
         root = tmp_path / "root.pem"
         root.write_text(issuer.pem)
         async with Authority(issuer, tls_name="istiod.istio-system.svc") as authority:
-            good = options(authority, ca_root=str(root), ca_server_name="istiod.istio-system.svc")
+            good = options(authority, ca_root=str(root), ca_server_name="istiod.istio-system.svc", **under)
             ca = client(good)
             assert len(await ca.sign(generate_csr(IDENTITY, good.key)[1], 60)) == 2
             await ca.close()
-            wrong = options(authority, ca_root=str(root), ca_server_name="someone.else")
+            wrong = options(authority, ca_root=str(root), ca_server_name="someone.else", **under)
             ca = client(wrong)
             with pytest.raises(CAError, match="UNAVAILABLE"):
                 await ca.sign(generate_csr(IDENTITY, wrong.key)[1], 60)

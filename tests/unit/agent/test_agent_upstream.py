@@ -42,6 +42,10 @@ def resolved(env: Mapping[str, str], **config: Any) -> options.ProxyOptions:
     return options.resolve(parsed, {"PROXY_CONFIG": json.dumps(config), **env})
 
 
+# Under a policy it is OpenSSL that does the TLS.
+POLICIES = pytest.mark.parametrize("policy", ["", "fips-140-2", "fips-140-3"])
+
+
 class SecureDiscovery:
     """A TLS gRPC server that answers each cluster request, and tells whom it met."""
 
@@ -100,7 +104,8 @@ async def exchange_with(reached: Upstream, metrics: Metrics, path: Path) -> grpc
         await proxy.stop()
 
 
-def test_tls_with_a_token_that_is_read_for_each_call(tmp_path: Path) -> None:
+@POLICIES
+def test_tls_with_a_token_that_is_read_for_each_call(tmp_path: Path, policy: str) -> None:
     async def job() -> None:
         issuer = Issuer()
         root = tmp_path / "var/run/secrets/istio/root-cert.pem"
@@ -109,7 +114,12 @@ def test_tls_with_a_token_that_is_read_for_each_call(tmp_path: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
         root.write_text(issuer.pem)
         async with SecureDiscovery(issuer, "istiod.istio-system.svc") as discovery:
-            env = {"ISTIO_META_CLUSTER_ID": "c1", "XDS_HEADER_X-Extra": "1", "ISTIOD_SAN": "istiod.istio-system.svc"}
+            env = {
+                "COMPLIANCE_POLICY": policy,
+                "ISTIO_META_CLUSTER_ID": "c1",
+                "XDS_HEADER_X-Extra": "1",
+                "ISTIOD_SAN": "istiod.istio-system.svc",
+            }
             proxy = resolved(env, discoveryAddress=f"127.0.0.1:{discovery.port}")
             assert await one_exchange(proxy, tmp_path) is None
             assert "authorization" not in discovery.metadata[-1]
@@ -123,13 +133,14 @@ def test_tls_with_a_token_that_is_read_for_each_call(tmp_path: Path) -> None:
     run(job)
 
 
-def test_a_new_root_counts_from_the_next_connection(tmp_path: Path) -> None:
+@POLICIES
+def test_a_new_root_counts_from_the_next_connection(tmp_path: Path, policy: str) -> None:
     async def job() -> None:
         first, second = Issuer("first"), Issuer("second")
         root = tmp_path / "root.pem"
         root.write_text(first.pem)
         async with SecureDiscovery(second, "d.example") as discovery:
-            env = {"XDS_ROOT_CA": str(root), "ISTIOD_SAN": "d.example"}
+            env = {"COMPLIANCE_POLICY": policy, "XDS_ROOT_CA": str(root), "ISTIOD_SAN": "d.example"}
             proxy = resolved(env, discoveryAddress=f"127.0.0.1:{discovery.port}")
             assert await one_exchange(proxy, tmp_path) is grpc.StatusCode.UNAVAILABLE
             root.write_text(second.pem)
@@ -138,11 +149,14 @@ def test_a_new_root_counts_from_the_next_connection(tmp_path: Path) -> None:
     run(job)
 
 
-def test_a_root_that_vanishes_ends_the_stream_and_not_the_agent(tmp_path: Path) -> None:
+@POLICIES
+def test_a_root_that_vanishes_ends_the_stream_and_not_the_agent(tmp_path: Path, policy: str) -> None:
     async def job() -> None:
         root = tmp_path / "root.pem"
         root.write_text(Issuer().pem)
-        reached = upstream.discovery(resolved({"XDS_ROOT_CA": str(root)}, discoveryAddress="127.0.0.1:1"))
+        reached = upstream.discovery(
+            resolved({"COMPLIANCE_POLICY": policy, "XDS_ROOT_CA": str(root)}, discoveryAddress="127.0.0.1:1")
+        )
         root.unlink()
         metrics = Metrics()
         assert await exchange_with(reached, metrics, tmp_path) is grpc.StatusCode.UNAVAILABLE
@@ -151,27 +165,29 @@ def test_a_root_that_vanishes_ends_the_stream_and_not_the_agent(tmp_path: Path) 
     run(job)
 
 
-def test_another_name_is_refused(tmp_path: Path) -> None:
+@POLICIES
+def test_another_name_is_refused(tmp_path: Path, policy: str) -> None:
     async def job() -> None:
         issuer = Issuer()
         root = tmp_path / "root.pem"
         root.write_text(issuer.pem)
         async with SecureDiscovery(issuer, "someone.else") as discovery:
-            env = {"XDS_ROOT_CA": str(root), "ISTIOD_SAN": "istiod.istio-system.svc"}
+            env = {"COMPLIANCE_POLICY": policy, "XDS_ROOT_CA": str(root), "ISTIOD_SAN": "istiod.istio-system.svc"}
             proxy = resolved(env, discoveryAddress=f"127.0.0.1:{discovery.port}")
             assert await one_exchange(proxy, tmp_path) is grpc.StatusCode.UNAVAILABLE
 
     run(job)
 
 
-def test_a_client_certificate_for_the_control_plane(tmp_path: Path) -> None:
+@POLICIES
+def test_a_client_certificate_for_the_control_plane(tmp_path: Path, policy: str) -> None:
     async def job() -> None:
         issuer = Issuer()
         key, chain = issuer.pair("vm.example")
         for name, content in (("key.pem", key), ("cert-chain.pem", chain), ("root-cert.pem", issuer.pem.encode())):
             (tmp_path / name).write_bytes(content)
         async with SecureDiscovery(issuer, "d.example", client_root=issuer) as discovery:
-            env = {"PROV_CERT": str(tmp_path), "ISTIOD_SAN": "d.example"}
+            env = {"COMPLIANCE_POLICY": policy, "PROV_CERT": str(tmp_path), "ISTIOD_SAN": "d.example"}
             proxy = resolved(env, discoveryAddress=f"127.0.0.1:{discovery.port}")
             assert await one_exchange(proxy, tmp_path) is None
             assert discovery.identities == [[b"vm.example"]]
