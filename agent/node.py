@@ -126,6 +126,7 @@ class NodeOptions:
     credential_socket_exists: bool = False
     file_credentials: bool = False
     platform_metadata: Mapping[str, str] = field(default_factory=dict)
+    platform_locality: Locality = field(default_factory=Locality)
     version: str = __version__
 
 
@@ -309,7 +310,7 @@ def _labels_and_locality(typed: dict[str, Any], environment: Environment, option
     labels = typed.get("LABELS") or {}
     label = labels.get(TOPOLOGY_LOCALITY_LABEL) or labels.get(LOCALITY_LABEL, "")
     if not label:
-        return Locality()
+        return options.platform_locality
     label, locality = locality_of(label)
     labels[LOCALITY_LABEL] = label
     return locality

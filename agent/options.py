@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from agent import compliance, network, paths, proxy_config
+from agent import compliance, network, paths, platform, proxy_config
 from agent.bootstrap import BootstrapOptions
 from agent.downward import read_downward_api
 from agent.environment import Environment
@@ -185,6 +185,7 @@ def make_node(options: ProxyOptions, *, credential_socket: bool = False, file_cr
     env, config = options.environment, options.config
     discovery = env.lookup("PEER_METADATA_DISCOVERY")
     mutual = config.control_plane_auth_policy == pb.MUTUAL_TLS
+    where = platform.discover(env)
     return build_node(
         env,
         NodeOptions(
@@ -206,6 +207,8 @@ def make_node(options: ProxyOptions, *, credential_socket: bool = False, file_cr
             workload_identity_socket_file=env.string("WORKLOAD_IDENTITY_SOCKET_FILE", "socket"),
             credential_socket_exists=credential_socket,
             file_credentials=file_credentials,
+            platform_metadata=where.metadata,
+            platform_locality=where.locality,
         ),
     )
 

@@ -137,6 +137,8 @@ def resolve(options: ProxyOptions, *, serve_only_files: bool) -> SecurityOptions
         AgentError: options that exclude each other, an unknown provider, or no root certificate for the CA.
     """
     env, config = options.environment, options.config
+    if env.string("JWT_POLICY") == "first-party-jwt":
+        log.warning("Using deprecated JWT policy 'first-party-jwt'; treating as 'third-party-jwt'")
     fetcher = env.string("CREDENTIAL_FETCHER_TYPE", "JWT")
     if fetcher not in ("", "JWT"):
         raise AgentError("failed to create credential fetcher", f"invalid credential fetcher type {fetcher}")

@@ -101,6 +101,14 @@ def test_errors_are_one_line_and_status_255(
     assert stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(("policy", "told"), [("first-party-jwt", True), ("third-party-jwt", False), ("", False)])
+def test_an_old_token_policy_is_read_as_the_new_one(policy: str, told: bool, caplog: pytest.LogCaptureFixture) -> None:
+    env = {"JWT_POLICY": policy, "CA_ADDR": "ca:15010"}
+    resolved = options.resolve(flags.parse([], options.PROXY_FLAGS, ignore_unknown=True), env)
+    security.resolve(resolved, serve_only_files=False)
+    assert ("Using deprecated JWT policy 'first-party-jwt'; treating as 'third-party-jwt'" in caplog.text) is told
+
+
 @pytest.mark.parametrize(
     ("env", "message"),
     [
