@@ -151,7 +151,8 @@ class CAClient:
                 return response
             except grpc.aio.AioRpcError as error:
                 if attempt >= ATTEMPTS or error.code() not in RETRIED:
-                    details = " ".join((error.details() or "").split())
+                    why = (self._relay.problem if self._relay is not None else "") or error.details() or ""
+                    details = " ".join(why.split())
                     raise CAError(f"create certificate: {error.code().name} {details}") from None
             self._metrics.num_outgoing_retries.add("csr")
             await asyncio.sleep(pause * random.uniform(0.9, 1.1))

@@ -61,6 +61,8 @@ class TLSRelay:
         self._roots, self._identity = roots, identity
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self.problem = ""
+        """Why there was no TLS the last time; gRPC sees no more of that than a connection that was reset."""
 
     def channel(self, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
         """A gRPC channel through the relay, which listens from the first one on.
@@ -119,8 +121,10 @@ class TLSRelay:
                 async with asyncio.timeout(HANDSHAKE_SECONDS):
                     far = await self._connect()
             except (RelayError, AgentError, TimeoutError) as error:
-                log.warning("no TLS with %s: %s", self._address, str(error) or "no answer")
+                self.problem = f"no TLS with {self._address}: {str(error) or 'no answer'}"
+                log.warning("%s", self.problem)
                 return
+            self.problem = ""
             with far.socket:
                 ways = [asyncio.create_task(way) for way in (far.send_from(near), far.receive_to(near))]
                 try:

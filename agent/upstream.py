@@ -108,6 +108,7 @@ def discovery(options: ProxyOptions) -> Upstream:
             lambda: relay.channel(arguments),
             lambda: call_metadata(options, "XDS_HEADER_"),
             relay.close,
+            lambda: relay.problem,
         )
 
     def encrypted() -> grpc.aio.Channel:

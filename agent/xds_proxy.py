@@ -122,12 +122,18 @@ def is_forwarded(type_url: str) -> bool:
 
 @dataclass
 class Upstream:
-    """How to reach discovery: made anew for every stream. `close` is for the end."""
+    """How to reach discovery: made anew for every stream.
+
+    Args:
+        close: for the end.
+        problem: why there is no connection, where that is known better than gRPC knows it; else empty.
+    """
 
     address: str
     connect: Callable[[], grpc.aio.Channel]
     metadata: Callable[[], Sequence[tuple[str, str | bytes]]]
     close: Callable[[], Awaitable[None]] | None = None
+    problem: Callable[[], str] = str
 
 
 Handler = Callable[[bytes], Awaitable[None] | None]
@@ -367,8 +373,9 @@ class XdsProxy:
                     log.info("connected to upstream XDS server: %s", self._upstream.address)
                 await self._response(stream, flavour, data, context)
         except grpc.aio.AioRpcError as error:
-            self._upstream_failed(error.code(), error.details() or "", connected)
-            raise StreamEnded(error.code(), error.details() or "") from None
+            details = ("" if connected else self._upstream.problem()) or error.details() or ""
+            self._upstream_failed(error.code(), details, connected)
+            raise StreamEnded(error.code(), details) from None
         code = await call.code()
         details = await call.details() or ""
         if code is not grpc.StatusCode.OK:

@@ -199,6 +199,7 @@ def test_what_a_policy_does_not_agree_on(
             assert metrics.istiod_connection_failures.value == 1
             assert f"no TLS with 127.0.0.1:{discovery.port}: " in caplog.text
             assert reason in caplog.text
+            assert f"UNAVAILABLE: no TLS with 127.0.0.1:{discovery.port}: " in caplog.text  # what Envoy is told
             # gRPC by itself takes that, but for cipher suites that it has not.
             assert await discovery.reached("", tmp_path) is ("cipher_suites" not in parameters)
 
