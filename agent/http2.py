@@ -38,15 +38,20 @@ class HTTP2Connection:
         self._h2.initiate_connection()
         self.usable = True
 
-    async def get(self, authority: str, path: str, headers: Iterable[tuple[str, str]], limit: int) -> Response:
-        """The answer to a GET, with at most `limit` bytes of its body; the rest is read and thrown away.
+    async def get(
+        self, authority: str, path: str, headers: Iterable[tuple[str, str]], limit: int, thrown_away: int
+    ) -> Response:
+        """The answer to a GET, with at most `limit` bytes of its body.
+
+        Args:
+            thrown_away: bytes after them that are read so that the connection can be used again.
 
         Raises:
             HTTPError: no whole answer; the connection cannot be used again.
             ConnectionError: likewise, and the server has not looked at the request.
         """
         try:
-            return await self._exchange(authority, path, headers, limit)
+            return await self._exchange(authority, path, headers, limit, thrown_away)
         except h2.exceptions.H2Error as error:
             self.usable = False
             raise HTTPError(f"http2: {error or type(error).__name__}") from None
@@ -54,12 +59,14 @@ class HTTP2Connection:
             self.usable = False
             raise
 
-    async def _exchange(self, authority: str, path: str, headers: Iterable[tuple[str, str]], limit: int) -> Response:
+    async def _exchange(
+        self, authority: str, path: str, headers: Iterable[tuple[str, str]], limit: int, thrown_away: int
+    ) -> Response:
         stream = self._h2.get_next_available_stream_id()
         sent = [(":method", "GET"), (":scheme", "https"), (":authority", authority), (":path", path)]
         sent += [(name.lower(), value) for name, value in headers if name.lower() not in _LEFT_OUT]
         self._h2.send_headers(stream, sent, end_stream=True)
-        status, received, body = 0, list[tuple[str, str]](), b""
+        status, received, body, size = 0, list[tuple[str, str]](), b"", 0
         while True:
             for event in await self._events(stream):
                 if isinstance(event, h2.events.ResponseReceived):
@@ -68,6 +75,10 @@ class HTTP2Connection:
                     received = [field for field in fields if field[0] != ":status"]
                 elif isinstance(event, h2.events.DataReceived):
                     body += event.data[: limit - len(body)]
+                    size += len(event.data)
+                    if size > limit + thrown_away:
+                        self.usable = False
+                        return Response(status, body, received)
                     self._h2.acknowledge_received_data(event.flow_controlled_length, stream)
                 elif isinstance(event, h2.events.StreamEnded):
                     self._writer.write(self._h2.data_to_send())

@@ -29,6 +29,7 @@ READ_SIZE = 65536
 HANDSHAKE_SECONDS = 10.0
 IDLE_SECONDS = 90.0
 IDLE_CONNECTIONS = 2  # for each address
+THROWN_AWAY = 1 << 20  # bytes of a body that are read for the sake of the connection
 _IN_URLS = "".join(map(chr, range(33, 127)))  # printable ASCII goes as it is
 
 Headers = Sequence[tuple[str, str]]
@@ -119,7 +120,8 @@ class ProbeClient:
         self, connection: _Connection, target: Target, path: str, headers: Headers, limit: int, keep: bool
     ) -> Response:
         if connection.two is not None:
-            answer = await connection.two.get(header(headers, "host") or target.authority, path, headers, limit)
+            authority, thrown_away = header(headers, "host") or target.authority, THROWN_AWAY if keep else 0
+            answer = await connection.two.get(authority, path, headers, limit, thrown_away)
         else:
             sent = headers if keep else [*_without(headers, "connection"), ("Connection", "close")]
             answer = await _http1(connection, path, sent, limit, keep)
@@ -211,7 +213,7 @@ async def _http1(connection: _Connection, path: str, headers: Headers, limit: in
         request = h11.Request(method="GET", target=path, headers=list(headers))
         connection.writer.write((one.send(request) or b"") + (one.send(h11.EndOfMessage()) or b""))
         head: h11.Response | None = None
-        body = b""
+        body, size = b"", 0
         while True:
             event = one.next_event()
             if event is h11.NEED_DATA:
@@ -223,7 +225,8 @@ async def _http1(connection: _Connection, path: str, headers: Headers, limit: in
                 head = event
             elif isinstance(event, h11.Data):
                 body += bytes(event.data)[: limit - len(body)]
-                if len(body) >= limit and not keep:
+                size += len(event.data)
+                if size > limit + (THROWN_AWAY if keep else 0):
                     break
             elif not isinstance(event, h11.InformationalResponse):
                 break

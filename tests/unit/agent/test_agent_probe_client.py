@@ -335,3 +335,37 @@ def test_plain_connections_are_kept_too(tmp_path: Path) -> None:
         server.close()
 
     run(job)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("scheme", ["HTTP", "HTTPS"])
+def test_a_body_without_end_is_no_failure(tmp_path: Path, scheme: str, keep: bool) -> None:
+    def serve(connection: h2.connection.H2Connection, event: h2.events.Event, _: asyncio.StreamWriter) -> None:
+        if isinstance(event, h2.events.RequestReceived):
+            connection.send_headers(event.stream_id, [(":status", "200")])
+        if isinstance(event, h2.events.RequestReceived | h2.events.WindowUpdated):
+            while room := min(connection.local_flow_control_window(1), 16384):
+                connection.send_data(1, b"z" * room)
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b"z" * 65536)
+                await writer.drain()
+
+    async def ask(port: int) -> None:
+        answer = await probe(prober(port, "/", scheme=scheme, keep=keep))
+        assert (answer.status, len(answer.body)) == (200, 10240)
+
+    async def job() -> None:
+        if scheme == "HTTPS":
+            async with odd_application(tmp_path, serve) as (port, _):
+                await ask(port)
+            return
+        server = await asyncio.start_server(accept, "127.0.0.1", 0)
+        await ask(server.sockets[0].getsockname()[1])
+        server.close()
+
+    run(job)
