@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import subprocess
 import time
 from collections.abc import Mapping
@@ -18,11 +19,14 @@ from agent.files import read_file
 from agent.wasm.fetch import FetchError
 from agent.wasm.options import WasmOptions
 
+log = logging.getLogger("wasm")
+
 DOCKER_HUB = ("index.docker.io", "docker.io")
 _HUB_KEY = "https://index.docker.io/v1/"
 _HELPER = "docker-credential-"
 _NOT_FOUND = "credentials not found in native keychain"
 _TOKEN_USER = "<token>"
+_VARIABLE = "DOCKER_AUTH_CONFIG"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,10 @@ def find(secret: bytes, host: str, repository: str, options: WasmOptions, deadli
             raise KeyError("auths")
         auths, helpers = config.get("auths") or {}, config.get("credHelpers") or {}
         hub = host in DOCKER_HUB
+        first = _from_environment(options) if secret or options.docker_config else {}
         for key in (f"{DOCKER_HUB[0] if hub else host}/{repository}", _HUB_KEY if hub else host):
+            if key in first:
+                return Login(basic=first[key])
             helper = helpers.get(key) or config.get("credsStore")
             found = _asked(str(helper), key, options, deadline) if helper else _entry(auths, key)
             if found != NOBODY:
@@ -58,6 +65,25 @@ def find(secret: bytes, host: str, repository: str, options: WasmOptions, deadli
     except (ValueError, KeyError, TypeError, AttributeError):
         raise FetchError(f"{what} is no Docker configuration") from None
     return NOBODY
+
+
+def _from_environment(options: WasmOptions) -> dict[str, str]:
+    """The logins of ``DOCKER_AUTH_CONFIG``, which come before those of a file; none of them if one is wrong."""
+    text = options.environment.get(_VARIABLE, "")
+    try:
+        config = json.loads(text or "{}")
+        if config.keys() - {"auths"}:
+            raise ValueError("it has more than auths")
+        found = {key: str(entry["auth"]) for key, entry in (config.get("auths") or {}).items()}
+        for key, value in found.items():
+            user, colon, _ = base64.b64decode(value, validate=True).partition(b":")
+            if not user or not colon:
+                raise ValueError(f"the login for {key} is no user and password")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        # What it holds is secret, also where it is wrong.
+        log.error("cannot use %s: %s", _VARIABLE, str(error) if type(error) is ValueError else type(error).__name__)
+        return {}
+    return found
 
 
 def _own(options: WasmOptions) -> bytes:

@@ -643,6 +643,36 @@ def test_credential_helpers_that_do_not_help(body: str | None, reason: str, tmp_
     run(job)
 
 
+@pytest.mark.parametrize(
+    ("text", "ok"),
+    [
+        ('{"auths": {"HOST": {"auth": "bWU6d29yZA=="}}}', True),
+        ('{"auths": {"HOST/private": {"auth": "bWU6d29yZA=="}}}', True),
+        ('{"auths": {"other.example": {"auth": "bWU6d29yZA=="}}}', False),
+        ('{"auths": {"HOST": {"auth": "bWU6d29yZA=="}, "x": {}}}', False),
+        ('{"auths": {"HOST": {"auth": "bWU6d29yZA=="}}, "credsStore": "mine"}', False),
+        ('{"auths": {"HOST": {"auth": "bWU="}}}', False),
+        ("rubbish", False),
+        ("", False),
+    ],
+)
+def test_logins_in_the_environment_come_first(text: str, ok: bool, tmp_path: Path, site: Site) -> None:
+    async def job() -> None:
+        push(site, "private", [("c", b"{}"), (WASM_LAYER, MODULE)])
+        guard(site, ME, 'Basic realm="http://registry.example"')
+        (tmp_path / "config.json").write_text(json.dumps({"auths": {site.host: {"auth": "eDp5"}}}))
+        env = {"DOCKER_CONFIG": str(tmp_path), "DOCKER_AUTH_CONFIG": text.replace("HOST", site.host)}
+        options = from_environment(Environment(env))
+        rig = Rig(tmp_path, docker_config=options.docker_config, environment=options.environment)
+        if ok:
+            assert await rig.get(f"oci://{site.host}/private:v1") == MODULE
+        else:
+            with pytest.raises(FetchError, match="status code 401"):
+                await rig.get(f"oci://{site.host}/private:v1")
+
+    run(job)
+
+
 @pytest.mark.parametrize("oauth", [True, False])
 def test_an_identity_token_becomes_an_access_token(
     oauth: bool, tmp_path: Path, site: Site, monkeypatch: pytest.MonkeyPatch
