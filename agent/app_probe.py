@@ -14,9 +14,8 @@ import logging
 import os
 import tempfile
 from collections.abc import AsyncIterator, Mapping
-from urllib.parse import urljoin, urlsplit
 
-from agent import grpc_health
+from agent import grpc_health, redirect
 from agent.http import Headers, HTTPError, Request, Response, Target, connect, text_response
 from agent.probe_client import ProbeClient
 from agent.probe_config import Prober
@@ -24,7 +23,6 @@ from agent.probe_config import Prober
 log = logging.getLogger("probes")
 
 BODY_LIMIT = 10 * 1024
-MAX_REDIRECTS = 10
 
 
 class AppProber:
@@ -82,17 +80,17 @@ class AppProber:
         headers.append(("Host", self._host(request.header("host") or target.authority, prober.port)))
         try:
             async with asyncio.timeout(prober.timeout or None):
-                for _ in range(MAX_REDIRECTS):
+                for _ in range(redirect.MAX_REDIRECTS):
                     answer = await client.get(target, path, headers, BODY_LIMIT)
                     if not 300 <= answer.status < 400:
                         return Response(answer.status, answer.body, _content_type(answer))
-                    redirected = self._redirected(client, target, path, answer.header("location"))
-                    if redirected is None:
-                        # A redirect needs a Location, so it is a plain success here.
+                    url = redirect.location(answer, target, path)
+                    if url is None or url.hostname != target.host.lower():
+                        # A redirect needs a Location, so it is a plain success here; so is one to elsewhere.
                         return Response(200)
-                    target, path = redirected
-                    if urlsplit(answer.header("location")).netloc:
-                        headers[-1] = ("Host", target.authority)
+                    if redirect.is_absolute(answer):
+                        headers[-1] = ("Host", url.netloc)
+                    target, path = redirect.followed(url, target.source, lambda: client.tls)
             raise HTTPError("stopped after 10 redirects")
         except (HTTPError, TimeoutError) as error:
             log.error(
@@ -102,19 +100,6 @@ class AppProber:
                 prober.path,
             )
             return Response(500)
-
-    @staticmethod
-    def _redirected(client: ProbeClient, target: Target, path: str, location: str) -> tuple[Target, str] | None:
-        """Where a redirect on the same host leads; None for another host or no Location."""
-        if not location:
-            return None
-        scheme = "http" if target.tls is None else "https"
-        url = urlsplit(urljoin(f"{scheme}://{target.authority}{path}", location))
-        if url.hostname != target.host.lower() or url.scheme not in ("http", "https"):
-            return None
-        port = url.port or (443 if url.scheme == "https" else 80)
-        tls = client.tls if url.scheme == "https" else None
-        return Target(target.host, port, target.source, tls), (url.path or "/") + (f"?{url.query}" if url.query else "")
 
     def _host(self, host: str, port: int) -> str:
         name, separator, own = host.rpartition(":")

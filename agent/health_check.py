@@ -8,12 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from agent import grpc_health
+from agent import grpc_health, redirect
 from agent.http import HTTPError, Target, connect, fetch
 from agent.protos import proxy_config_pb2 as pb
 from agent.readiness import EnvoyReadiness, NotReady
 from agent.xds_proxy import HealthEvent
+
+if TYPE_CHECKING:
+    import ssl
 
 log = logging.getLogger("healthcheck")
 
@@ -110,20 +114,31 @@ class WorkloadHealthCheck:
             raise ProbeFailed("no health check method")
 
     async def _http(self, http: pb.ReadinessProbe.HTTPHealthCheckConfig) -> None:
-        tls = None
-        if http.scheme.lower() == "https":
-            import ssl
-
-            # Istio compares the lower-cased scheme with "HTTPS", so it does verify here.
-            tls = ssl.create_default_context()
         headers = [(item.name, item.value) for item in http.http_headers]
         if not any(name.lower() == "user-agent" for name, _ in headers):
             headers.append(("User-Agent", USER_AGENT))
-        target = Target(http.host or self._host, http.port, self._source, tls)
+        https = http.scheme.lower() == "https"
+        target = Target(http.host or self._host, http.port, self._source, self._tls() if https else None)
         path = http.path if http.path.startswith("/") else f"/{http.path}"
-        response = await fetch(target, "GET", path, headers, timeout=None, limit=10240, cut=True)
+        for _ in range(redirect.MAX_REDIRECTS):
+            response = await fetch(target, "GET", path, headers, timeout=None, limit=10240, cut=True)
+            url = redirect.location(response, target, path)
+            if url is None:
+                break
+            if redirect.is_absolute(response):
+                headers = [(name, value) for name, value in headers if name.lower() != "host"]
+            target, path = redirect.followed(url, self._source, self._tls)
+        else:
+            raise ProbeFailed("stopped after 10 redirects")
         if not 200 <= response.status < 400:
             raise ProbeFailed(f"status code was not from [200,400), bad code {response.status}")
+
+    @staticmethod
+    def _tls() -> ssl.SSLContext:
+        import ssl
+
+        # Istio compares the lower-cased scheme with "HTTPS", so it does verify here.
+        return ssl.create_default_context()
 
     async def _exec(self, command: list[str]) -> None:
         if not command:

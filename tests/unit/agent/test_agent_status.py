@@ -659,9 +659,16 @@ def test_http_probes() -> None:
                 return Response(302, b"", (("Location", "/loop"),))
             if request.path == "/bad":
                 return text_response(418, "teapot")
+            if request.path == "/same":  # nothing that is followed
+                return Response(304, b"", (("Location", "/bad"),))
+            if request.path == "/unparsable":
+                return Response(302, b"", (("Location", "http://[::1/"),))
+            if request.path == "/other-scheme":
+                return Response(302, b"", (("Location", "ftp://127.0.0.1/"),))
             return Response(200, b"y" * 20000)
 
         cases = {"/ok": 200, "/redirect": 200, "/away": 200, "/loop": 500, "/bad": 418}
+        cases |= {"/same": 200, "/unparsable": 500, "/other-scheme": 500}
         async with Peer(app) as peer:
             for path, status in cases.items():
                 async with Rig(probers=prober_for("httpGet", peer.port, path=path)) as rig:
@@ -792,6 +799,47 @@ def test_workload_health_events() -> None:
             assert await events.get() == HealthEvent(True, "")
             assert {request.path for request in peer.requests} == {"/h"}
             assert {request.peer for request in peer.requests} == {"127.0.0.6"}
+            task.cancel()
+
+    run(job)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("moved", ""),
+        ("moved-to-bad", "bad code 500"),
+        ("loop", "stopped after 10 redirects"),
+        ("not-modified", ""),
+        ("mail", 'unsupported protocol scheme "mailto"'),
+    ],
+)
+def test_a_health_check_goes_where_it_is_sent(path: str, message: str) -> None:
+    async def job() -> None:
+        events: asyncio.Queue[HealthEvent] = asyncio.Queue()
+
+        def app(request: Request) -> Response:
+            # A host that is named is what the next request asks for.
+            away = f"http://localhost:{request.header('host').rpartition(':')[2]}"
+            sent = {
+                "/moved": (302, f"{away}/good"),
+                "/moved-to-bad": (307, f"{away}/bad"),
+                "/loop": (301, "/loop"),
+                "/not-modified": (304, "/bad"),
+                "/mail": (308, "mailto:a@b.example"),
+            }
+            if request.path in sent:
+                status, location = sent[request.path]
+                return Response(status, b"", (("Location", location),))
+            return Response(200 if request.header("host").startswith("localhost:") and request.path == "/good" else 500)
+
+        async with Peer(app) as peer:
+            probe = pb.ReadinessProbe(http_get=pb.ReadinessProbe.HTTPHealthCheckConfig(path=path, port=peer.port))
+            check = WorkloadHealthCheck(probe, None, "127.0.0.1", ipv6=False, report=events.put_nowait)
+            task = asyncio.create_task(check.run())
+            event = await events.get()
+            assert event.healthy is not bool(message)
+            assert message in event.message
             task.cancel()
 
     run(job)
