@@ -722,12 +722,15 @@ def validate(files: tuple[str, ...], as_json: bool) -> int:
             {
                 "valid": not errors,
                 "errors": [str(e) for e in errors],
-                "warnings": [{"where": str(w.source), "message": w.message} for w in warnings],
+                "warnings": [
+                    {"where": str(w.source), "message": w.message, "level": w.level, "code": w.code or None}
+                    for w in warnings
+                ],
             }
         )
     else:
         for warning in warnings:
-            click.echo(f"warning: {warning.source}: {warning.message}", err=True)
+            click.echo(str(warning), err=True)
         for error in errors:
             click.echo(f"error: {error}", err=True)
         if mesh and not errors:
@@ -873,7 +876,7 @@ def _warn(mesh: Mesh, files: Sequence[str] = ()) -> None:
     for warning in mesh.warnings:
         if files and warning.source.file not in files:
             continue
-        click.echo(f"warning: {warning.source}: {warning.message}", err=True)
+        click.echo(str(warning), err=True)
 
 
 def _unreachable(value: object) -> NoReturn:

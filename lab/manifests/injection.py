@@ -10,9 +10,14 @@ import ipaddress
 import json
 import re
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, cast
 
 from lab.manifests import app_probes
 from lab.manifests.model import Mesh, Pod
+
+if TYPE_CHECKING:
+    from lab.manifests.item import Item
+    from lab.manifests.schema import deployment
 
 INJECT = "sidecar.istio.io/inject"
 STATUS = "sidecar.istio.io/status"
@@ -48,6 +53,15 @@ def decide(
         return False
     asked = label if label is not None else annotations.get(INJECT, "")
     return asked == "" or asked.lower() in _TRUE
+
+
+def decided(item: Item, namespace_labels: Mapping[str, str]) -> bool:
+    """Whether a Pod, or the pods of a Deployment, have a sidecar: injected, or with the injector's mark already."""
+    labels, annotations = item.meta.labels, item.meta.annotations
+    if item.kind == "Deployment":
+        template = cast("deployment.Deployment", item.schema).spec.template.metadata
+        labels, annotations = template.labels, template.annotations
+    return STATUS in annotations or decide(item.meta.namespace, namespace_labels, labels, annotations)
 
 
 def _cidrs(value: str) -> None:

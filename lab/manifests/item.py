@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lab.manifests.document import Map
@@ -26,3 +27,15 @@ class Item:
             if self.meta.namespace
             else f"{self.kind} {self.meta.name}"
         )
+
+
+Items = Mapping[tuple[str, str], Item]
+"""What was read, under (kind, NAMESPACE/NAME)."""
+
+
+def value_at(item: Item, *path: str) -> object:
+    """The value at ``path`` of an object as written, None if there is none."""
+    here: object = item.document
+    for key in path:
+        here = here.get(key) if isinstance(here, Mapping) else None
+    return here

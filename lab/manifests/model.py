@@ -531,12 +531,23 @@ class TrafficTest:
     retry: Retry = Retry()
 
 
+Level = Literal["info", "warning"]
+
+
 @dataclass(frozen=True, slots=True)
 class Warning:
-    """Something accepted but not acted on, or a semantic doubt; shown, never fatal."""
+    """Something accepted but not acted on, or a semantic doubt; shown, never fatal.
+
+    ``code`` is what ``istioctl analyze`` calls it (IST0118), empty for what is the lab's own.
+    """
 
     source: Source
     message: str
+    code: str = ""
+    level: Level = "warning"
+
+    def __str__(self) -> str:
+        return f"{self.level}: {self.source}: {self.message}" + (f" [{self.code}]" if self.code else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from lab.manifests.addresses import Claim, one_per_family
 from lab.manifests.document import locate, parse, plain
 from lab.manifests.item import Item
 from lab.manifests.model import Container, ContainerPort, LabelExpression, LabelSelector, Meta, Pod
-from lab.manifests.problems import Problems, did_you_mean
+from lab.manifests.problems import Problems
 from lab.manifests.schema.base import Reading, read
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ def _containers(
             problems.warn(
                 locate(item.document, (*where, "securityContext")),
                 f"{item.subject}: container {container.name} runs as 1337, the proxy's uid: none of its traffic is captured",
+                "IST0144",
             )
         result.append(
             Container(
@@ -150,7 +151,6 @@ def _proxy_config(
 def _check_annotations(
     annotations: Mapping[str, str], item: Item, path: tuple[str | int, ...], problems: Problems
 ) -> None:
-    known = {*injection.ANNOTATIONS, *injection.OTHER_ANNOTATIONS, *injection.UNUSED_ANNOTATIONS}
     for name, value in annotations.items():
         source = locate(item.document, (*path, "annotations", name))
         check = injection.ANNOTATIONS.get(name)
@@ -161,10 +161,6 @@ def _check_annotations(
                 problems.error(source, f'bad value "{value}" of annotation {name}', f"{item.subject}: {error}")
         elif name in injection.UNUSED_ANNOTATIONS:
             problems.warn(source, f"{item.subject}: annotation {name} is accepted, but the lab does not act on it")
-        elif name not in known and name.split("/")[0] in ("sidecar.istio.io", "traffic.sidecar.istio.io"):
-            problems.warn(
-                source, f"{item.subject}: Istio has no annotation {name}. {did_you_mean(name, known)}".rstrip()
-            )
 
 
 def _owner(item: Item) -> tuple[str, str]:

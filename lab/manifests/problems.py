@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from lab.errors import InputError
-from lab.manifests.model import Source, Warning
+from lab.manifests.model import Level, Source, Warning
 
 
 @dataclass
@@ -20,8 +20,8 @@ class Problems:
     def error(self, source: Source, what: str, why: str = "", next_step: str = "") -> None:
         self.errors.append(InputError(what, str(source), why, next_step))
 
-    def warn(self, source: Source, message: str) -> None:
-        self.warnings.append(Warning(source, message))
+    def warn(self, source: Source, message: str, code: str = "", level: Level = "warning") -> None:
+        self.warnings.append(Warning(source, message, code, level))
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

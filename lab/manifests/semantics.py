@@ -10,14 +10,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from lab.manifests import analysis
+from lab.manifests.analysis.finding import maps, selects, strings
+from lab.manifests.analysis.virtual_services import destinations
 from lab.manifests.document import locate
 from lab.manifests.injection import PROXY_PORTS
-from lab.manifests.item import Item
-from lab.manifests.model import Mesh, Meta, Pod, RawConfig, Service, Sidecar, Source
+from lab.manifests.item import Items, value_at
+from lab.manifests.model import Level, Mesh, Meta, Pod, RawConfig, Service, Sidecar, Source
 from lab.manifests.problems import Problems, did_you_mean
 
-Items = Mapping[tuple[str, str], Item]
-"""What was read, under (kind, NAMESPACE/NAME)."""
+_UNKNOWN_HOST = {"DestinationRule": "IST0174", "VirtualService": "IST0101"}
 
 
 def check(mesh: Mesh, items: Items, problems: Problems) -> None:
@@ -31,7 +32,7 @@ def check(mesh: Mesh, items: Items, problems: Problems) -> None:
     checks.peer_authentications()
     checks.destination_rules()
     checks.virtual_services()
-    for found in analysis.findings(mesh):
+    for found in analysis.findings(mesh, items):
         checks.add(found)
     checks.links()
     checks.traffic_tests()
@@ -39,10 +40,6 @@ def check(mesh: Mesh, items: Items, problems: Problems) -> None:
 
 def _subject(kind: str, meta: Meta) -> str:
     return f"{kind} {meta.key}" if meta.namespace else f"{kind} {meta.name}"
-
-
-def _subset(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
-    return all(labels.get(key) == value for key, value in selector.items())
 
 
 class _Checks:
@@ -59,11 +56,13 @@ class _Checks:
         item = self._items.get((kind, meta.key))
         return locate(item.document, path) if item else meta.source
 
-    def _warn(self, kind: str, meta: Meta, path: Sequence[str | int], message: str) -> None:
-        self._problems.warn(self._at(kind, meta, *path), f"{_subject(kind, meta)}: {message}".rstrip())
+    def _warn(
+        self, kind: str, meta: Meta, path: Sequence[str | int], message: str, code: str = "", level: Level = "warning"
+    ) -> None:
+        self._problems.warn(self._at(kind, meta, *path), f"{_subject(kind, meta)}: {message}".rstrip(), code, level)
 
     def add(self, found: analysis.Finding) -> None:
-        self._warn(found.kind, found.meta, found.path, found.message)
+        self._warn(found.kind, found.meta, found.path, found.message, found.code, found.level)
 
     def _error(
         self, kind: str, meta: Meta, path: Sequence[str | int], what: str, why: str, next_step: str = ""
@@ -131,13 +130,13 @@ class _Checks:
                     )
                 continue
             chosen = [
-                pod for pod in self._pods_of[service.meta.namespace] if _subset(service.selector, pod.meta.labels)
+                pod for pod in self._pods_of[service.meta.namespace] if selects(service.selector, pod.meta.labels)
             ]
             workloads = [
                 entry
                 for entry in self._mesh.workload_entries
                 if entry.meta.namespace == service.meta.namespace
-                and _subset(service.selector, {**entry.meta.labels, **entry.endpoint.labels})
+                and selects(service.selector, {**entry.meta.labels, **entry.endpoint.labels})
             ]
             if not chosen and not workloads:
                 self._warn("Service", service.meta, ("spec", "selector"), "it selects no pod, so it has no endpoints")
@@ -209,7 +208,7 @@ class _Checks:
                     for found in self._mesh.workload_entries
                     if found.meta.namespace == entry.meta.namespace
                 ]
-                if not any(_subset(entry.workload_selector, found) for found in labels):
+                if not any(selects(entry.workload_selector, found) for found in labels):
                     self._warn("ServiceEntry", entry.meta, ("spec", "workloadSelector"), "it selects no workload")
             elif entry.resolution == "STATIC" and not entry.endpoints:
                 self._warn(
@@ -254,10 +253,11 @@ class _Checks:
                         meta,
                         ("spec",),
                         f"{other.meta.key} already is the namespace's Sidecar without selector; the oldest wins, nothing is merged",
+                        "IST0111",
                     )
             else:
                 pods = [
-                    pod for pod in self._pods_of[meta.namespace] if _subset(sidecar.workload_selector, pod.meta.labels)
+                    pod for pod in self._pods_of[meta.namespace] if selects(sidecar.workload_selector, pod.meta.labels)
                 ]
                 if not pods:
                     self._warn(
@@ -270,6 +270,7 @@ class _Checks:
                             if meta.namespace == root
                             else ""
                         ),
+                        "IST0101",
                     )
                 for pod in pods:
                     other = chosen.setdefault(pod.name, sidecar)
@@ -279,6 +280,7 @@ class _Checks:
                             meta,
                             ("spec", "workloadSelector"),
                             f"{other.meta.key} already selects pod {pod.name}; the oldest wins, nothing is merged",
+                            "IST0110",
                         )
             for index, egress in enumerate(sidecar.egress):
                 for position, host in enumerate(egress.hosts):
@@ -323,58 +325,76 @@ class _Checks:
                     ("spec", "selector"),
                     "with a selector in the root namespace it has no effect on other namespaces",
                 )
-            elif not any(_subset(policy.selector, pod.meta.labels) for pod in self._pods_of[meta.namespace]):
+            elif not any(selects(policy.selector, pod.meta.labels) for pod in self._pods_of[meta.namespace]):
                 self._warn("PeerAuthentication", meta, ("spec", "selector"), "it selects no pod")
 
     def _expand(self, host: str, namespace: str) -> str:
         return analysis.full_name(host, namespace, self._mesh.domain_suffix)
 
     def _known_host(self, config: RawConfig, path: Sequence[str | int], host: str) -> None:
-        full = self._expand(host, config.meta.namespace)
+        full, code = self._expand(host, config.meta.namespace), _UNKNOWN_HOST[config.kind]
         if full.startswith("*"):
             if not any(known.endswith(full[1:]) for known in self._hosts):
-                self._warn(config.kind, config.meta, path, f'no service has a host that ends in "{full[1:]}"')
+                why = f'no service has a host that ends in "{full[1:]}"'
+                self._warn(config.kind, config.meta, path, why, code)
         elif full not in self._hosts and not any(
             known.startswith("*.") and full.endswith(known[1:]) for known in self._hosts
         ):
-            self._warn(
-                config.kind, config.meta, path, f'no service has the host "{full}". {did_you_mean(full, self._hosts)}'
-            )
+            why = f'no service has the host "{full}". {did_you_mean(full, self._hosts)}'
+            self._warn(config.kind, config.meta, path, why, code)
 
     def destination_rules(self) -> None:
         for rule in self._mesh.destination_rules:
             self._exports(
-                rule.kind, rule.meta, _words(rule.spec.get("exportTo")), selector="workloadSelector" in rule.spec
+                rule.kind, rule.meta, strings(rule.spec.get("exportTo")), selector="workloadSelector" in rule.spec
             )
             host = str(rule.spec.get("host", ""))
             self._known_host(rule, ("spec", "host"), host)
             full = self._expand(host, rule.meta.namespace)
-            service = next(
-                (found for found in self._mesh.services if found.host(self._mesh.domain_suffix) == full), None
-            )
-            for index, subset in enumerate(_mappings(rule.spec.get("subsets"))):
+            behind = self._labels_behind(full)
+            for index, subset in enumerate(maps(rule.spec.get("subsets"))):
                 labels = subset.get("labels")
-                if service is None or not service.selector or not isinstance(labels, Mapping):
-                    continue
-                pods = [
-                    pod for pod in self._pods_of[service.meta.namespace] if _subset(service.selector, pod.meta.labels)
-                ]
-                if not any(_subset(labels, pod.meta.labels) for pod in pods):
+                if behind is not None and isinstance(labels, Mapping) and not any(selects(labels, at) for at in behind):
                     self._warn(
                         rule.kind,
                         rule.meta,
                         ("spec", "subsets", index, "labels"),
                         f'subset "{subset.get("name")}" selects none of the pods of {full}',
+                        "IST0173",
                     )
+
+    def _labels_behind(self, host: str) -> list[Mapping[str, str]] | None:
+        """The labels of everything that a host's selector selects, or of its endpoints; None if it has neither."""
+        selectors = [
+            (service.meta.namespace, service.selector)
+            for service in self._mesh.services
+            if service.host(self._mesh.domain_suffix) == host and service.selector
+        ]
+        entries = [entry for entry in self._mesh.service_entries if host in entry.hosts]
+        selectors += [
+            (entry.meta.namespace, entry.workload_selector) for entry in entries if entry.workload_selector is not None
+        ]
+        labels: list[Mapping[str, str]] = [endpoint.labels for entry in entries for endpoint in entry.endpoints]
+        if not selectors and not labels:
+            return None
+        for namespace, selector in selectors:
+            found = [pod.meta.labels for pod in self._pods_of[namespace]]
+            found += [
+                {**entry.meta.labels, **entry.endpoint.labels}
+                for entry in self._mesh.workload_entries
+                if entry.meta.namespace == namespace
+            ]
+            labels += [each for each in found if selects(selector, each)]
+        return labels
 
     def virtual_services(self) -> None:
         subsets: dict[str, set[str]] = defaultdict(set)
         for rule in self._mesh.destination_rules:
             full = self._expand(str(rule.spec.get("host", "")), rule.meta.namespace)
-            subsets[full] |= {str(subset.get("name")) for subset in _mappings(rule.spec.get("subsets"))}
+            subsets[full] |= {str(subset.get("name")) for subset in maps(rule.spec.get("subsets"))}
         for service in self._mesh.virtual_services:
-            self._exports(service.kind, service.meta, _words(service.spec.get("exportTo")))
-            for path, destination in _destinations(service.spec):
+            self._exports(service.kind, service.meta, strings(service.spec.get("exportTo")))
+            for path, destination in destinations(service.spec):
                 host = str(destination.get("host", ""))
                 self._known_host(service, (*path, "host"), host)
                 subset = destination.get("subset")
@@ -386,6 +406,7 @@ class _Checks:
                         service.meta,
                         (*path, "subset"),
                         f'no DestinationRule gives {full} a subset "{subset}": requests get 503 NC. {hint}',
+                        "IST0101",
                     )
 
     # --- our own kinds ---
@@ -439,7 +460,7 @@ class _Checks:
                     "only a crafted packet can have a forged source",
                     "Set to.crafted: true.",
                 )
-            written = locate_value(item, "spec", "to", "pod")
+            written = value_at(item, "spec", "to", "pod")
             if isinstance(written, str) and test.to.host == written:
                 self._error(
                     "TrafficTest",
@@ -460,32 +481,3 @@ class _Checks:
                     "no such pod in the mesh",
                     did_you_mean(expected, pods),
                 )
-
-
-def locate_value(item: Item, *path: str) -> object:
-    """The value at ``path`` of an object as written, None if there is none."""
-    here: object = item.document
-    for key in path:
-        here = here.get(key) if isinstance(here, Mapping) else None
-    return here
-
-
-def _mappings(value: object) -> list[Mapping[str, object]]:
-    return [entry for entry in value if isinstance(entry, Mapping)] if isinstance(value, list) else []
-
-
-def _words(value: object) -> list[str]:
-    return [str(entry) for entry in value] if isinstance(value, list) else []
-
-
-def _destinations(spec: Mapping[str, object]) -> list[tuple[tuple[str | int, ...], Mapping[str, object]]]:
-    """Every destination that a VirtualService names, with its path."""
-    found: list[tuple[tuple[str | int, ...], object]] = []
-    for protocol in ("http", "tls", "tcp"):
-        for index, rule in enumerate(_mappings(spec.get(protocol))):
-            here: tuple[str | int, ...] = ("spec", protocol, index)
-            for key in ("route", "mirrors"):
-                for position, target in enumerate(_mappings(rule.get(key))):
-                    found.append(((*here, key, position, "destination"), target.get("destination")))
-            found.append(((*here, "mirror"), rule.get("mirror")))
-    return [(path, destination) for path, destination in found if isinstance(destination, Mapping)]

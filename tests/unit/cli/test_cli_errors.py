@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -74,6 +75,23 @@ def test_bad_manifest(tmp_path: Path, text: str, words: tuple[str, ...]) -> None
     assert all(line.startswith("error: ") for line in errors), result.stderr
     assert all(word in errors[0] for word in words), result.stderr
     assert one_error_line(lab("up", "--dry-run", str(bad))) == errors[0]
+
+
+def test_doubts_have_a_code_and_a_level(tmp_path: Path) -> None:
+    manifest = tmp_path / "doubtful.yaml"
+    manifest.write_text(
+        "apiVersion: v1\nkind: Namespace\nmetadata: {name: a}\n---\napiVersion: v1\nkind: Pod\n"
+        "metadata: {name: p, namespace: a}\nspec: {priority: 3, containers: [{name: c}]}\n"
+    )
+    result = lab("validate", "--json", str(manifest))
+    told = json.loads(result.stdout)["warnings"]
+    assert [(one["level"], one["code"], one["where"]) for one in told] == [
+        ("warning", None, f"{manifest}:8"),
+        ("info", "IST0102", f"{manifest}:3"),
+    ]
+    lines = lab("validate", str(manifest)).stderr.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["warning", "info"]
+    assert lines[1].endswith(" [IST0102]")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")

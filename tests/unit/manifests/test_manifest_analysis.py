@@ -9,7 +9,7 @@ from lab.manifests import load
 BASE = """\
 apiVersion: v1
 kind: Namespace
-metadata: {name: shop}
+metadata: {name: shop, labels: {istio-injection: disabled}}
 ---
 apiVersion: v1
 kind: Pod
@@ -130,8 +130,7 @@ def test_doubt(text: str, line: int, message: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        # one is for nobody that sees the other, or for a gateway
-        routes(f"route: [{WEB}]") + routes(f"route: [{WEB}]", name="z", more="  gateways: [some/gateway]\n"),
+        # one is for nobody that sees the other
         routes(f"route: [{WEB}]", more="  exportTo: [default]\n")
         + routes(f"route: [{WEB}]", name="z", more="  exportTo: [.]\n"),
         # neither takes all of the other
@@ -151,6 +150,11 @@ def test_doubt(text: str, line: int, message: str) -> None:
 )
 def test_no_doubt(text: str) -> None:
     assert told(text) == []
+
+
+def test_a_virtual_service_for_a_gateway_is_in_nobodys_way() -> None:
+    text = routes(f"route: [{WEB}]") + routes(f"route: [{WEB}]", name="z", more="  gateways: [some/gateway]\n")
+    assert told(text) == [("f.yaml:33", 'VirtualService shop/z: there is no gateway "some/gateway"')]
 
 
 def test_dns_capture_tells_entries_apart() -> None:

@@ -23,7 +23,10 @@ def topology(name: str) -> Mesh:
 
 
 DOUBTS = {
-    "result-matrix": ['no DestinationRule gives routed.shop.svc.cluster.local a subset "v9"'],
+    "result-matrix": [
+        'no DestinationRule gives routed.shop.svc.cluster.local a subset "v9"',
+        'the name "unnamed" of port 9005 says no protocol',
+    ],
     "wildcard-egress": ['no service has the host "a.wild.example"'],
 }
 """What a topology does wrong on purpose, to show what becomes of it."""
