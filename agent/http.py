@@ -33,7 +33,14 @@ GZIP_MINIMUM = 1024
 IDLE_SECONDS = 60.0
 # Printable ASCII goes as it is; nothing is encoded twice.
 _IN_URLS = "".join(map(chr, range(33, 127)))
-_REASONS = {200: "OK", 400: "Bad Request", 403: "Forbidden", 404: "Not Found", 405: "Method Not Allowed"}
+_REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    401: "Unauthorized",
+    403: "Forbidden",
+    404: "Not Found",
+    405: "Method Not Allowed",
+}
 # One second in TIME_WAIT instead of sixty, as Kubernetes' own probes.
 LINGER = struct.pack("ii", 1, 1)
 

@@ -54,9 +54,16 @@ class Authenticator:
         if found:
             return list(found)
         metadata = dict(context.invocation_metadata() or ())
-        kind, _, token = str(metadata.get("authorization", "")).partition(" ")
-        if kind.lower() != "bearer" or not token:
+        authorization = str(metadata.get("authorization", ""))
+        if not authorization:
             raise Unauthenticated("neither a client certificate nor a bearer token")
+        return self.bearer(authorization)
+
+    def bearer(self, authorization: str) -> list[str]:
+        """SPIFFE ids of who sends this ``Authorization`` header. Raises Unauthenticated."""
+        kind, _, token = authorization.partition(" ")
+        if kind.lower() != "bearer" or not token:
+            raise Unauthenticated("no bearer token")
         try:
             namespace, account = self._issuer.verify(token.strip())
         except TokenError as e:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
@@ -83,6 +82,18 @@ def _service(service: Service) -> dict[str, Any]:
             "ExportTo": ["*"] if service.export_to is None else sorted(service.export_to) or ["~"],
         },
     }
+
+
+def _registryz(server: DiscoveryServer) -> list[dict[str, Any]]:
+    return [_service(service) for service in server.push_context.registry.services]
+
+
+def _mesh(server: DiscoveryServer) -> Any:
+    return plain(server.push_context.mesh_config)
+
+
+def _push_status(server: DiscoveryServer) -> dict[str, Any]:
+    return {"ProxyStatus": server.push_context.status, "last": server.last_push}
 
 
 def _endpoint(endpoint: Endpoint) -> dict[str, Any]:
@@ -185,6 +196,36 @@ def adsz(server: DiscoveryServer) -> dict[str, Any]:
 _TYPED = {"edsz": "eds", "ecdsz": "ecds", "ndsz": "nds", "clusterz": "cds"}
 """Pages that are the config dump of one type."""
 
+_Query = Mapping[str, str]
+_PAGES: Mapping[str, Callable[[DiscoveryServer, _Query], Any]] = {
+    "syncz": lambda server, query: syncz(server, query.get("namespace", "")),
+    "registryz": lambda server, _: _registryz(server),
+    "endpointz": lambda server, _: endpointz(server),
+    "endpointShardz": lambda server, _: endpointz(server),
+    "configz": lambda server, _: configz(server),
+    "adsz": lambda server, _: adsz(server),
+    "connections": lambda server, _: adsz(server),
+    "mesh": lambda server, _: _mesh(server),
+    "push_status": lambda server, _: _push_status(server),
+    "list": lambda *_: listed(),
+}
+_OF_ONE: Mapping[str, Callable[[DiscoveryServer, Connection, _Query], Any]] = {
+    "sidecarz": lambda server, connection, _: _sidecarz(server, connection),
+    "config_dump": lambda _, connection, query: _dump(connection, query),
+    **dict.fromkeys(_TYPED, lambda _, connection, query: _dump(connection, query)),
+}
+
+
+def listed() -> list[str]:
+    """The path of every page but this one."""
+    return [f"/debug/{page}" for page in sorted((*_PAGES, *_OF_ONE)) if page != "list"]
+
+
+def known(name: str) -> None:
+    """Raises LookupError if there is no page ``/debug/NAME``."""
+    if name not in _PAGES and name not in _OF_ONE:
+        raise LookupError(f"no such page: /debug/{name}. See /debug/list")
+
 
 def answer(server: DiscoveryServer, name: str, query: Mapping[str, str], namespace: str = "") -> Any:
     """The data of ``/debug/NAME?QUERY``, about proxies of one namespace only if that is given.
@@ -193,29 +234,11 @@ def answer(server: DiscoveryServer, name: str, query: Mapping[str, str], namespa
         ValueError: the page is about one proxy, and none is given.
         LookupError: there is no such page or proxy.
     """
-    pages: dict[str, Callable[[], Any]] = {
-        "syncz": lambda: syncz(server, query.get("namespace", "")),
-        "registryz": lambda: [_service(s) for s in server.push_context.registry.services],
-        "endpointz": lambda: endpointz(server),
-        "endpointShardz": lambda: endpointz(server),
-        "configz": lambda: configz(server),
-        "adsz": lambda: adsz(server),
-        "connections": lambda: adsz(server),
-        "mesh": lambda: plain(server.push_context.mesh_config),
-        "push_status": lambda: {"ProxyStatus": server.push_context.status, "last": server.last_push},
-    }
-    of_one: dict[str, Callable[[Connection], Any]] = {
-        "sidecarz": lambda connection: _sidecarz(server, connection),
-        "config_dump": lambda connection: _dump(connection, query),
-        **{page: functools.partial(_dump, query={"types": types}) for page, types in _TYPED.items()},
-    }
-    if name == "list":
-        return [f"/debug/{page}" for page in sorted((*pages, *of_one))]
-    if name in pages:
-        return pages[name]()
-    if name not in of_one:
-        raise LookupError(f"no such page: /debug/{name}. See /debug/list")
+    known(name)
+    if name in _PAGES:
+        return _PAGES[name](server, query)
     proxy_id = query.get("proxyID", "")
     if not proxy_id:
         raise ValueError("You must provide a proxyID in the query string")
-    return of_one[name](connection_of(server, proxy_id, namespace))
+    types = {"types": _TYPED[name]} if name in _TYPED else query
+    return _OF_ONE[name](server, connection_of(server, proxy_id, namespace), types)

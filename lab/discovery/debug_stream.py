@@ -14,16 +14,13 @@ from urllib.parse import parse_qsl, urlsplit
 from envoy.service.status.v3 import csds_pb2
 from google.protobuf import any_pb2, timestamp_pb2
 
-from lab.discovery import config_dump, debug, protoconv
-from lab.discovery.auth import Forbidden, Unauthenticated
+from lab.discovery import config_dump, debug, debug_access, protoconv
+from lab.discovery.auth import Unauthenticated
 from lab.discovery.resources import DEBUG, Encoded, encode, encode_packed
 from lab.discovery.xds import ProtocolError, Watch
 
 if TYPE_CHECKING:
     from lab.discovery.ads import Connection, DiscoveryServer
-
-_FOR_EVERYBODY = frozenset(("config_dump", "ndsz", "edsz"))
-"""Pages that proxies outside the root namespace may see, for proxies of their own namespace."""
 
 
 def answer(server: DiscoveryServer, asker: Connection, type_url: str, names: Sequence[str]) -> list[Encoded]:
@@ -56,8 +53,8 @@ def answer(server: DiscoveryServer, asker: Connection, type_url: str, names: Seq
 def _page(server: DiscoveryServer, namespace: str, name: str, identities: Sequence[str]) -> Encoded:
     """A page of ``/debug/*`` as JSON text, or the text of its error."""
     url = urlsplit(name)
-    if namespace and url.path not in _FOR_EVERYBODY:
-        raise Forbidden(f'the debug info is not available for current identity: "{identities[0]}"')
+    if namespace:
+        debug_access.visible(url.path, namespace, server.push_context.mesh_config.root_namespace, identities)
     query = dict(parse_qsl(url.query, keep_blank_values=True))
     try:
         text = json.dumps(debug.answer(server, url.path, query, namespace))

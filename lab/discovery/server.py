@@ -137,7 +137,7 @@ class Discovery:
     async def start_http(self) -> None:
         """Metrics on 15014 and debug on 8080; apart, because nobody waits for them and their imports are slow."""
         http = await asyncio.to_thread(_import_http)
-        self._http = http.HttpServers(self.server)
+        self._http = http.HttpServers(self.server, self.authenticator)
         for port in (MONITORING_PORT, HTTP_PORT):
             try:
                 await self._http.listen(self.listen, port)

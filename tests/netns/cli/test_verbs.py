@@ -145,6 +145,46 @@ def test_the_agents_debug_port_answers_what_discovery_knows_of_the_proxy(running
     assert table["table"]["catalog.catalog.svc.cluster.local"]["ips"] == ["10.96.20.30"]
 
 
+STATUS = """
+import json, sys, urllib.error, urllib.request
+page, token_file = sys.argv[1:3]
+headers = {"Authorization": "Bearer " + open(token_file).read().strip()} if token_file else {}
+try:
+    answer = urllib.request.urlopen(urllib.request.Request("http://" + page, headers=headers), timeout=10)
+except urllib.error.HTTPError as error:
+    answer = error
+print(json.dumps([answer.status, answer.read().decode()]))
+"""
+ADDRESS = "import json, socket; print(json.dumps(socket.gethostbyname('istiod.istio-system.svc')))"
+TOKEN = "/run/sidecar/var/run/secrets/tokens/istio-token"
+
+
+def test_discoverys_debug_pages_are_for_the_node_and_for_tokens(running: str) -> None:
+    def from_pod(page: str, token: str = TOKEN, port: int = 8080) -> list[Any]:
+        url = f"istiod.istio-system.svc:{port}{page}"
+        command = [sys.executable, "-c", STATUS, url, token]
+        done = lab("exec", "frontend.frontend", "--as", "proxy", "--lab", running, "--", *command)
+        answer: list[Any] = json.loads(done.stdout)
+        return answer
+
+    for port in (8080, 15014):
+        assert from_pod("/debug/syncz", "", port) == [401, ""]
+        assert from_pod("/debug/syncz", port=port) == [403, ""]
+    assert from_pod("/ready", "")[0] == 200
+    assert from_pod("/metrics", "", 15014)[0] == 200
+    assert from_pod("/debug/nothing", "")[0] == 404
+    status, text = from_pod("/debug/config_dump?proxyID=frontend.frontend")
+    assert (status, len(json.loads(text)["configs"])) == (200, 7)
+    assert from_pod("/debug/config_dump?proxyID=catalog.catalog")[0] == 404
+    node = f"/run/sidecarlab/{running}/ns/node"
+    discovery = json.loads(
+        lab("exec", "frontend.frontend", "--lab", running, "--", sys.executable, "-c", ADDRESS).stdout
+    )
+    command = ["nsenter", f"--net={node}", sys.executable, "-c", STATUS, f"{discovery}:8080/debug/syncz", ""]
+    status, text = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout)
+    assert (status, "frontend.frontend" in {proxy["proxy"] for proxy in json.loads(text)}) == (200, True)
+
+
 def test_verify_by_name_with_a_glob_and_a_report(running: str, tmp_path: Path) -> None:
     report = tmp_path / "junit.xml"
     document = lab_json("verify", running, "--only", "catalog-*", "--junit", str(report))
