@@ -228,29 +228,6 @@ def _header_matcher(name: str, match: Mapping[str, Any]) -> Any:
     return out
 
 
-def _add_jwt_claim(out: Any, name: str, match: Mapping[str, Any], invert: bool) -> bool:
-    """``@request.auth.claims.a.b`` (or ``[a][b]``) becomes a matcher on the JWT filter's metadata."""
-    prefix = "@request.auth.claims"
-    if not name.lower().startswith(prefix):
-        return False
-    rest = name[len(prefix) :]
-    claims = (
-        [p for p in rest.replace("][", "\0").strip("[]").split("\0") if p]
-        if rest.startswith("[")
-        else rest.lstrip(".").split(".")
-    )
-    matcher = out.dynamic_metadata.add(filter="envoy.filters.http.jwt_authn", invert=invert)
-    for key in ("payload", *claims):
-        matcher.path.add(key=key)
-    value = _string_matcher(match)
-    if value is None:
-        matcher.value.present_match = True
-    else:
-        matcher.value.or_match.value_matchers.add().string_match.CopyFrom(value)
-        matcher.value.or_match.value_matchers.add().list_match.one_of.string_match.CopyFrom(value)
-    return True
-
-
 def route_match(match: Mapping[str, Any] | None) -> Any:
     """A RouteMatch of one HTTPMatchRequest (None matches everything)."""
     out = route_components_pb2.RouteMatch(prefix="/")
@@ -258,14 +235,12 @@ def route_match(match: Mapping[str, Any] | None) -> Any:
         return out
     headers = []
     for name, value in _mapping(match.get("headers")).items():
-        if not _add_jwt_claim(out, name, _mapping(value), False):
-            headers.append(_header_matcher(name, _mapping(value)))
+        headers.append(_header_matcher(name, _mapping(value)))
     for name, value in _mapping(match.get("withoutHeaders")).items():
-        if not _add_jwt_claim(out, name, _mapping(value), True):
-            header = _header_matcher(name, _mapping(value))
-            header.invert_match = True
-            header.treat_missing_header_as_empty = not header.present_match
-            headers.append(header)
+        header = _header_matcher(name, _mapping(value))
+        header.invert_match = True
+        header.treat_missing_header_as_empty = not header.present_match
+        headers.append(header)
     out.headers.extend(sorted(headers, key=lambda h: h.name))
     uri = _mapping(match.get("uri"))
     if uri.get("exact"):

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from lab.manifests import analysis
-from lab.manifests.analysis.finding import maps, selects, strings
+from lab.manifests.analysis.finding import mapping, maps, selects, strings
 from lab.manifests.analysis.virtual_services import destinations
 from lab.manifests.document import locate
 from lab.manifests.injection import PROXY_PORTS
@@ -394,6 +394,7 @@ class _Checks:
             subsets[full] |= {str(subset.get("name")) for subset in maps(rule.spec.get("subsets"))}
         for service in self._mesh.virtual_services:
             self._exports(service.kind, service.meta, strings(service.spec.get("exportTo")))
+            self._claims(service)
             for path, destination in destinations(service.spec):
                 host = str(destination.get("host", ""))
                 self._known_host(service, (*path, "host"), host)
@@ -408,6 +409,27 @@ class _Checks:
                         f'no DestinationRule gives {full} a subset "{subset}": requests get 503 NC. {hint}',
                         "IST0101",
                     )
+
+    def _claims(self, service: RawConfig) -> None:
+        """Claims of JWTs are for gateways (istio/istio: pkg/config/validation/validation.go, ValidateVirtualService)."""
+        from lab.manifests.schema.virtual_service import is_claim
+
+        gateways = strings(service.spec.get("gateways"))
+        if gateways and "mesh" not in gateways:
+            return
+        for number, rule in enumerate(maps(service.spec.get("http"))):
+            for index, match in enumerate(maps(rule.get("match"))):
+                for field in ("headers", "withoutHeaders"):
+                    for name in mapping(match.get(field)):
+                        if is_claim(name):
+                            self._error(
+                                service.kind,
+                                service.meta,
+                                ("spec", "http", number, "match", index, field, name),
+                                f'match on the JWT claim "{name}"',
+                                "sidecars (gateway mesh) know no claims, only gateways do",
+                                "Match a header.",
+                            )
 
     # --- our own kinds ---
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -308,6 +309,25 @@ def _not_negative(value: float) -> float:
     return value
 
 
+def _whole_milliseconds(value: float) -> float:
+    if value and not math.isclose(value * 1000, round(value * 1000), abs_tol=1e-7, rel_tol=0):
+        raise ValueError("it must be whole milliseconds")
+    return value
+
+
+def _milliseconds(value: float) -> float:
+    """Source: istio/istio: pkg/config/validation/agent/validation.go (ValidateDuration)."""
+    if value < 1e-3:
+        raise ValueError("it must be at least 1ms")
+    return _whole_milliseconds(value)
+
+
+def _whole_seconds(value: float) -> float:
+    if value != int(value):
+        raise ValueError("it must be whole seconds")
+    return value
+
+
 def _timestamp(value: object) -> object:
     if not isinstance(value, str):
         return value
@@ -329,4 +349,13 @@ TargetPort = Annotated[int | str, BeforeValidator(_target_port)]
 IPOrCIDR = Annotated[str, AfterValidator(_ip_or_cidr)]
 Duration = Annotated[float, AfterValidator(_not_negative), BeforeValidator(_duration, json_schema_input_type=str)]
 PositiveDuration = Annotated[float, AfterValidator(_positive), BeforeValidator(_duration, json_schema_input_type=str)]
+Milliseconds = Annotated[float, AfterValidator(_milliseconds), BeforeValidator(_duration, json_schema_input_type=str)]
+"""A duration as Istio's admission wants most of them."""
+WholeSeconds = Annotated[Milliseconds, AfterValidator(_whole_seconds)]
+MillisecondsOrNone = Annotated[
+    float,
+    AfterValidator(_whole_milliseconds),
+    AfterValidator(_not_negative),
+    BeforeValidator(_duration, json_schema_input_type=str),
+]
 Timestamp = Annotated[float, BeforeValidator(_timestamp, json_schema_input_type=str)]

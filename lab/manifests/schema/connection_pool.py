@@ -10,28 +10,28 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from lab.manifests.schema.base import Duration, PositiveDuration, Spec
+from lab.manifests.schema.base import Milliseconds, MillisecondsOrNone, Spec
 
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
 class TcpKeepalive(Spec):
     probes: Count = 0
-    time: Duration = 0.0
-    interval: Duration = 0.0
+    time: Milliseconds = 0.0
+    interval: Milliseconds = 0.0
 
 
 class TCPSettings(Spec):
     max_connections: Count = 0
-    connect_timeout: PositiveDuration | None = None
+    connect_timeout: Milliseconds | None = None
     tcp_keepalive: TcpKeepalive | None = None
-    max_connection_duration: PositiveDuration | None = None
-    idle_timeout: Duration | None = None
+    max_connection_duration: Milliseconds | None = None
+    idle_timeout: MillisecondsOrNone | None = None
 
 
 class ConnectionKeepalive(Spec):
-    interval: PositiveDuration
-    timeout: PositiveDuration
+    interval: Milliseconds
+    timeout: Milliseconds
 
 
 class HTTPSettings(Spec):
@@ -39,7 +39,7 @@ class HTTPSettings(Spec):
     http2_max_requests: Count = Field(0, alias="http2MaxRequests")
     max_requests_per_connection: Count = 0
     max_retries: Count = 0
-    idle_timeout: Duration | None = None
+    idle_timeout: Milliseconds | None = None
     h2_upgrade_policy: Literal["DEFAULT", "DO_NOT_UPGRADE", "UPGRADE"] = Field("DEFAULT", alias="h2UpgradePolicy")
     use_client_protocol: bool = False
     max_concurrent_streams: Count = 0

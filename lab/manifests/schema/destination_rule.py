@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from lab.manifests.schema.base import DnsLabel, Duration, PositiveDuration, Spec, words
+from lab.manifests.schema.base import DnsLabel, Duration, Milliseconds, PositiveDuration, Spec, words
 from lab.manifests.schema.config import STATUS, ExportTo, PodSelector, PortSelector, RouteHost, one_of
 from lab.manifests.schema.connection_pool import ConnectionPoolSettings, Count
 from lab.manifests.schema.locality import LocalityLoadBalancerSetting, Percent
@@ -64,7 +64,7 @@ class ConsistentHashLB(Spec):
 
 
 class WarmupConfiguration(Spec):
-    duration: PositiveDuration
+    duration: Milliseconds
     minimum_percent: Annotated[float, Field(ge=0, le=100)] | None = None
     aggression: Annotated[float, Field(gt=0)] | None = None
 
@@ -90,8 +90,8 @@ class OutlierDetection(Spec):
     consecutive_local_origin_failures: Count | None = None
     consecutive_gateway_errors: Count | None = None
     consecutive_5xx_errors: Count | None = Field(None, alias="consecutive5xxErrors")
-    interval: PositiveDuration | None = None
-    base_ejection_time: PositiveDuration | None = None
+    interval: Milliseconds | None = None
+    base_ejection_time: Milliseconds | None = None
     max_ejection_percent: Percent = 0
     min_health_percent: Percent = 0
     outlier_detection_http_error_codes: list[Annotated[int, Field(ge=100, le=599)]] = Field(default_factory=list)

@@ -9,9 +9,19 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from lab.manifests.schema.base import DnsLabel, Duration, Port, PositiveDuration, Spec, words
+from lab.manifests.schema.base import (
+    DnsLabel,
+    Duration,
+    Milliseconds,
+    MillisecondsOrNone,
+    Port,
+    PositiveDuration,
+    Spec,
+    WholeSeconds,
+    words,
+)
 from lab.manifests.schema.config import ExportTo
-from lab.manifests.schema.connection_pool import ConnectionPoolSettings, TcpKeepalive
+from lab.manifests.schema.connection_pool import ConnectionPoolSettings, Count
 from lab.manifests.schema.destination_rule import ClientTLSSettings, OutlierDetection
 from lab.manifests.schema.locality import LocalityLoadBalancerSetting
 from lab.manifests.schema.metadata import LabelSelector
@@ -69,7 +79,7 @@ class ProxyConfig(Spec):
     tracing_service_name: Literal[
         "", "APP_LABEL_AND_NAMESPACE", "CANONICAL_NAME_ONLY", "CANONICAL_NAME_AND_NAMESPACE"
     ] = ""
-    drain_duration: PositiveDuration | None = None
+    drain_duration: WholeSeconds | None = None
     discovery_address: str = ""
     proxy_admin_port: Port | None = None
     control_plane_auth_policy: Literal["NONE", "MUTUAL_TLS", "INHERIT", ""] = ""
@@ -107,6 +117,14 @@ class ProxyConfig(Spec):
     connection_settings: object = None
 
 
+class TcpKeepalive(Spec):
+    """As of a connection pool, but here admission looks at no duration."""
+
+    probes: Count = 0
+    time: Duration = 0.0
+    interval: Duration = 0.0
+
+
 class MeshConfig(Spec):
     UNUSED = words(
         "hboneIdleTimeout ingressClass ingressService ingressControllerMode ingressSelector enableEnvoyAccessLogService configSources"
@@ -118,8 +136,8 @@ class MeshConfig(Spec):
     proxy_listen_port: Annotated[int, Field(ge=0, le=65535)] = 15001
     proxy_inbound_listen_port: Port = 15006
     proxy_http_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    connect_timeout: PositiveDuration = 10.0
-    protocol_detection_timeout: Duration = 0.0
+    connect_timeout: Annotated[Milliseconds, Field(le=3600)] = 10.0
+    protocol_detection_timeout: MillisecondsOrNone = 0.0
     enable_tracing: bool = True
     enable_prometheus_merge: bool = True
     access_log_file: str = ""

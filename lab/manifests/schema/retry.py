@@ -12,7 +12,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from lab.manifests.problems import did_you_mean
-from lab.manifests.schema.base import Duration, PositiveDuration, Spec, words
+from lab.manifests.schema.base import Milliseconds, Spec, words
 
 _CONDITIONS = words(
     "5xx gateway-error reset reset-before-request connect-failure retriable-4xx refused-stream retriable-status-codes"
@@ -23,11 +23,11 @@ _CONDITIONS = words(
 
 class HTTPRetry(Spec):
     attempts: Annotated[int, Field(ge=0)] = 0
-    per_try_timeout: Duration | None = None
+    per_try_timeout: Milliseconds | None = None
     retry_on: str = ""
     retry_remote_localities: bool | None = None
     retry_ignore_previous_hosts: bool | None = None
-    backoff: PositiveDuration | None = None
+    backoff: Milliseconds | None = None
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

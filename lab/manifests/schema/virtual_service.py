@@ -12,25 +12,16 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from lab.manifests.model import GrpcStatus
-from lab.manifests.schema.base import Duration, IPOrCIDR, MaybeLabel, Port, PositiveDuration, Spec, words
+from lab.manifests.schema.base import IPOrCIDR, MaybeLabel, Milliseconds, Port, Spec, WholeSeconds, words
 from lab.manifests.schema.config import STATUS, Destination, ExportTo, RouteHost, one_of
 from lab.manifests.schema.metadata import LabelKey, Object
+from lab.manifests.schema.re2 import regex
 from lab.manifests.schema.retry import HTTPRetry
 
 Weight = Annotated[int, Field(ge=0)]
 
 
-def _regex(value: str) -> str:
-    if not value:
-        raise ValueError("it must not be empty")
-    try:
-        re.compile(value)  # Envoy's engine is RE2; what neither accepts is caught here
-    except re.error as error:
-        raise ValueError(f"it is no regular expression: {error}") from None
-    return value
-
-
-Regex = Annotated[str, AfterValidator(_regex)]
+Regex = Annotated[str, AfterValidator(regex)]
 
 
 class PathMatch(Spec):
@@ -51,12 +42,16 @@ class StringMatch(PathMatch):
 class WithoutMatch(StringMatch):
     """As :class:`StringMatch`; the regex ``*``, which is none, stands for presence."""
 
-    regex: Annotated[str, AfterValidator(lambda value: value if value == "*" else _regex(value))] | None = None
+    regex: Annotated[str, AfterValidator(lambda value: value if value == "*" else regex(value))] | None = None
+
+
+def is_claim(name: str) -> bool:
+    """Whether a name of a header stands for a claim of a JWT (istio/istio: pkg/jwt/routing.go, ToRoutingClaim)."""
+    return bool(re.fullmatch(r"(?is)@request\.auth\.claims(\..+|\[.+\])", name))
 
 
 def _header_name(value: str) -> str:
-    claim = value.lower().startswith("@request.auth.claims")
-    if not claim and value not in (":method", ":scheme", ":authority") and not re.fullmatch(_TOKEN, value):
+    if not is_claim(value) and value not in (":method", ":scheme", ":authority") and not re.fullmatch(_TOKEN, value):
         raise ValueError("it is no name of a header")
     return value
 
@@ -188,7 +183,7 @@ class Delay(Spec):
     UNUSED = words("exponentialDelay")
 
     percent: Annotated[int, Field(ge=0, le=100)] = 0
-    fixed_delay: PositiveDuration
+    fixed_delay: Milliseconds
     percentage: Percent | None = None
 
 
@@ -228,7 +223,7 @@ class CorsPolicy(Spec):
     allow_methods: list[str] = Field(default_factory=list)
     allow_headers: list[str] = Field(default_factory=list)
     expose_headers: list[str] = Field(default_factory=list)
-    max_age: Duration | None = None
+    max_age: WholeSeconds | None = None
     allow_credentials: bool | None = None
 
 
@@ -240,7 +235,7 @@ class HTTPRoute(Spec):
     direct_response: HTTPDirectResponse | None = None
     delegate: Delegate | None = None
     rewrite: HTTPRewrite | None = None
-    timeout: Duration | None = None
+    timeout: Milliseconds | None = None
     retries: HTTPRetry | None = None
     fault: HTTPFaultInjection | None = None
     mirror: Destination | None = None

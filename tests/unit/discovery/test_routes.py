@@ -294,15 +294,6 @@ def test_header_operations() -> None:
     assert route["route"]["host_rewrite_literal"] == "other.example"
 
 
-def test_jwt_claim_header_becomes_metadata() -> None:
-    (route,) = rule(f"- match: [{{headers: {{'@request.auth.claims.group': {{exact: admin}}}}}}]\n  {TO_SERVER}")
-    (matcher,) = route["match"]["dynamic_metadata"]
-    assert (matcher["filter"], [p["key"] for p in matcher["path"]]) == (
-        "envoy.filters.http.jwt_authn",
-        ["payload", "group"],
-    )
-
-
 HASHED = istio(
     "DestinationRule",
     "d",

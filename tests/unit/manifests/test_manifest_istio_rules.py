@@ -214,6 +214,42 @@ POLICY = "host: a, trafficPolicy: "
         ),
         ("Sidecar", "{ingress: [{port: {number: 0}}]}", "an ingress port is 1 to 65535"),
         ("Sidecar", "{ingress: [{port: {number: 80}, bind: 'unix:///x'}]}", "bind is an IP address"),
+        *(
+            ("DestinationRule", "{" + POLICY + "{" + written + "}}", why)
+            for written, why in (
+                ("outlierDetection: {interval: 100us}", "at least 1ms"),
+                ("outlierDetection: {baseEjectionTime: 0s}", "at least 1ms"),
+                ("outlierDetection: {interval: 1.5ms}", "whole milliseconds"),
+                ("connectionPool: {http: {idleTimeout: 0s}}", "at least 1ms"),
+                ("connectionPool: {http: {http2KeepAlive: {interval: 1s, timeout: 0s}}}", "at least 1ms"),
+                ("connectionPool: {tcp: {connectTimeout: 0.9ms}}", "at least 1ms"),
+                ("connectionPool: {tcp: {maxConnectionDuration: 0s}}", "at least 1ms"),
+                ("connectionPool: {tcp: {idleTimeout: 2.5ms}}", "whole milliseconds"),
+                ("connectionPool: {tcp: {tcpKeepalive: {time: 0s}}}", "at least 1ms"),
+                ("connectionPool: {tcp: {tcpKeepalive: {interval: 0s}}}", "at least 1ms"),
+                ("loadBalancer: {warmup: {duration: 0s}}", "at least 1ms"),
+            )
+        ),
+        *(
+            ("VirtualService", "{hosts: [a], http: [{" + written + ", " + TO + "}]}", why)
+            for written, why in (
+                ("timeout: 0s", "at least 1ms"),
+                ("timeout: 100us", "at least 1ms"),
+                ("timeout: 1.0001s", "whole milliseconds"),
+                ("retries: {attempts: 1, perTryTimeout: 0s}", "at least 1ms"),
+                ("retries: {attempts: 1, backoff: 10us}", "at least 1ms"),
+                ("fault: {delay: {fixedDelay: 0s}}", "at least 1ms"),
+                ("corsPolicy: {maxAge: 0s}", "at least 1ms"),
+                ("corsPolicy: {maxAge: 1500ms}", "whole seconds"),
+                ("match: [{headers: {'@request.auth.claims.group': {exact: a}}}]", "only gateways do"),
+                ("match: [{withoutHeaders: {'@Request.auth.claims[group][id]': {exact: a}}}]", "only gateways do"),
+                ("match: [{headers: {'@request.auth.claims': {exact: a}}}]", "no name of a header"),
+                (r"match: [{uri: {regex: '/(?!a)b'}}]", 'has no "(?!"'),
+                (r"match: [{headers: {x: {regex: '(a)\1'}}}]", r'has no "\1"'),
+                (r"match: [{headers: {x: {regex: 'a++'}}}]", 'has no "++"'),
+                (r"match: [{headers: {x: {regex: 'a{2,1001}'}}}]", 'has no "{2,1001}"'),
+            )
+        ),
     ],
 )
 def test_refused(kind: str, spec: str, why: str) -> None:
@@ -236,6 +272,23 @@ def test_refused(kind: str, spec: str, why: str) -> None:
             "DestinationRule",
             "{" + POLICY + "{loadBalancer: {simple: ROUND_ROBIN, warmup: {duration: 1s, aggression: 0.5}}}}",
         ),
+        (
+            "DestinationRule",
+            "{"
+            + POLICY
+            + "{connectionPool: {tcp: {idleTimeout: 0s, connectTimeout: 1ms, tcpKeepalive: {time: 1.001s}}}}}",
+        ),
+        ("VirtualService", "{hosts: [a], http: [{timeout: 1ms, corsPolicy: {maxAge: 2s}, " + TO + "}]}"),
+        (
+            "VirtualService",
+            "{hosts: [a], gateways: [x/y], http: [{match: [{headers: {'@request.auth.claims.a': {exact: b}}}], "
+            + TO
+            + "}]}",
+        ),
+        *(
+            ("VirtualService", "{hosts: [a], http: [{match: [{uri: {regex: '" + regex + "'}}], " + TO + "}]}")
+            for regex in (r"\+\+[)(?!]{2,1000}", r"[]+]+?(?:a|(?P<n>b))\A\z".replace(r"\z", "$"), r"(?i)/a\{2000\}x*?")
+        ),
         ("DestinationRule", "{host: a, exportTo: ['.'], workloadSelector: {matchLabels: {a: b}}}"),
         ("Sidecar", "{egress: [{port: {number: 0}, bind: 'unix:///x', hosts: ['*/*']}]}"),
         (
@@ -246,3 +299,40 @@ def test_refused(kind: str, spec: str, why: str) -> None:
 )
 def test_taken(kind: str, spec: str) -> None:
     load.load_text(written(kind, spec), "f.yaml")
+
+
+def test_a_claim_is_refused_at_its_line() -> None:
+    spec = "hosts: [a]\n  gateways: [mesh, x/y]\n  http:\n  - match:\n    - headers:\n        x-a: {exact: b}\n"
+    spec += "        '@request.auth.claims.group': {exact: admin}\n    route: [{destination: {host: a}}]"
+    assert refusal("VirtualService", spec) == (
+        'match on the JWT claim "@request.auth.claims.group": f.yaml:15: VirtualService a/x: sidecars (gateway mesh) know no'
+        " claims, only gateways do. Match a header."
+    )
+
+
+def mesh_config(*lines: str) -> str:
+    text = "".join(f"    {line}\n" for line in lines)
+    return (
+        f"apiVersion: v1\nkind: ConfigMap\nmetadata: {{name: istio, namespace: istio-system}}\ndata:\n  mesh: |\n{text}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("connectTimeout: 0.5ms", "at least 1ms"),
+        ("connectTimeout: 61m", "less than or equal to 3600"),
+        ("protocolDetectionTimeout: 0.5ms", "whole milliseconds"),
+        ("defaultConfig: {drainDuration: 1500ms}", "whole seconds"),
+        ("defaultConfig: {drainDuration: 0s}", "at least 1ms"),
+        ("defaultTrafficPolicy: {outlierDetection: {interval: 0s}}", "at least 1ms"),
+    ],
+)
+def test_durations_of_the_mesh_that_are_refused(line: str, why: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load.load_text(mesh_config(line), "f.yaml")
+    assert (why in str(caught.value), "f.yaml:6" in str(caught.value)) == (True, True), caught.value
+
+
+def test_durations_of_the_mesh_that_admission_does_not_look_at() -> None:
+    load.load_text(mesh_config("tcpKeepalive: {time: 0s, interval: 100us}", "protocolDetectionTimeout: 0s"), "f.yaml")

@@ -344,7 +344,7 @@ spec:
     route: [{destination: {host: web, subset: v1, port: {number: 80}}, weight: 1}, {destination: {host: web}, weight: 0}]
     fault: {delay: {fixedDelay: 1s, percentage: {value: 0.5}}, abort: {httpStatus: 503}}
     retries: {attempts: 0}
-    timeout: 0s
+    timeout: 1ms
     mirrors: [{destination: {host: web}}]
     corsPolicy: {allowOrigins: [{exact: "*"}], maxAge: 1h}
     headers: {request: {set: {a: b}, remove: [c]}}
@@ -369,7 +369,7 @@ spec: {containers: [{name: app, ports: [{containerPort: 80}]}]}
     assert type(rule.spec["trafficPolicy"]) is dict
     http = route.spec["http"]
     assert isinstance(http, list)
-    assert http[0]["timeout"] == "0s"
+    assert http[0]["timeout"] == "1ms"
     assert http[0]["retries"] == {"attempts": 0}
 
 
