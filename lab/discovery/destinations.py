@@ -11,9 +11,18 @@ from lab.discovery.registry import Service
 
 
 def service_of(proxy: Proxy, destination: Mapping[str, Any]) -> Service | None:
-    """The service in the proxy's scope that a destination names; an ExternalName stands for its target."""
-    host = proxy.push.registry.alias_target(str(destination.get("host", "")))
-    return proxy.scope.by_host.get(host)
+    """The service in the proxy's scope that a destination names; it may be an ExternalName."""
+    return proxy.scope.by_host.get(str(destination.get("host", "")))
+
+
+def _http_service_of(proxy: Proxy, destination: Mapping[str, Any], listener_port: int) -> Service | None:
+    """Likewise, for a route of HTTP: of what its egress listener imports, with that port (httproute.go)."""
+    listener = proxy.scope.listener_for_route(listener_port) if listener_port else None
+    if listener is None:
+        return service_of(proxy, destination)
+    host = str(destination.get("host", ""))
+    found = [s for s in listener.services if s.host == host and s.port_by_number(listener_port) is not None]
+    return found[-1] if found else None
 
 
 def port_of(destination: Mapping[str, Any], service: Service | None, listener_port: int) -> int:
@@ -35,13 +44,18 @@ def http_cluster_of(proxy: Proxy, destination: Mapping[str, Any], listener_port:
     """
     if listener_port and not port_of(destination, None, 0):
         destination = {**destination, "port": {"number": listener_port}}
-    return cluster_of(proxy, destination, listener_port)
+    return _named(destination, _http_service_of(proxy, destination, listener_port), listener_port)
 
 
 def cluster_of(proxy: Proxy, destination: Mapping[str, Any], listener_port: int) -> str:
     """The cluster's name; an unknown host, port or subset still gives one (503 NC at run time)."""
-    host = proxy.push.registry.alias_target(str(destination.get("host", "")))
-    port = port_of(destination, service_of(proxy, destination), listener_port)
+    return _named(destination, service_of(proxy, destination), listener_port)
+
+
+def _named(destination: Mapping[str, Any], service: Service | None, listener_port: int) -> str:
+    """An ExternalName stands for what it names, if that is no ExternalName too (route.go: GetDestinationCluster)."""
+    host = service.alias_of if service is not None and service.alias_of else str(destination.get("host", ""))
+    port = port_of(destination, service, listener_port)
     return protoconv.cluster_name("outbound", port, str(destination.get("subset") or ""), host)
 
 

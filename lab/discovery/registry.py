@@ -430,17 +430,6 @@ class Registry:
             for s in services
         ]
 
-    def alias_target(self, host: str) -> str:
-        """The concrete host behind an ExternalName service's host, or ``host`` itself."""
-        seen: set[str] = set()
-        while host not in seen:
-            seen.add(host)
-            alias = next((s for s in self.by_host.get(host, {}).values() if s.resolution == "Alias"), None)
-            if alias is None:
-                return host
-            host = alias.alias_of
-        return host
-
     # --- endpoints ------------------------------------------------------------------------
 
     def endpoints(self, service: Service) -> tuple[Endpoint, ...]:

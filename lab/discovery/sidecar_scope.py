@@ -247,10 +247,10 @@ def build(push: PushContext, namespace: str, sidecar: model.Sidecar | None) -> S
     for listener in listeners:
         for service in listener.services:
             union.add(service)
-        # a VirtualService's destinations widen CDS past the imports
+        # a VirtualService's destinations widen CDS past the imports; an ExternalName brings itself, not what it stands for
         for vs in listener.virtual_services:
             for host, ports in virtual_service.destinations(vs, namespace).items():
-                found = push.best_service(push.registry.alias_target(host), namespace)
+                found = push.best_service(host, namespace)
                 if found is None:
                     continue
                 if listener.matches_port:

@@ -423,17 +423,48 @@ def test_first_claim_of_a_domain_holds() -> None:
 
 
 def test_external_name_is_another_name_of_the_concrete_service() -> None:
-    alias = (
-        "apiVersion: v1\nkind: Service\nmetadata: {name: alias, namespace: a}\n"
-        f"spec: {{type: ExternalName, externalName: {HOST}, ports: [{{name: http, port: 8080}}]}}\n---\n"
-    )
-    resources = of(CLIENT, SERVER, WEB, alias)
+    other = alias("alias", "a", HOST)
+    resources = of(CLIENT, SERVER, WEB, other)
     domains = hosts_of(resources, "8080")[f"{HOST}:8080"]
     assert domains[-1] == "10.96.0.9"
     assert {f"alias.a{S}", "alias", "alias.a"} <= set(domains)
     assert not any("alias" in name for name in resources.clusters)
     text = virtual_service(f"hosts: [{HOST}]\nhttp: [{{route: [{{destination: {{host: alias.a{S}}}}}]}}]")
-    assert routes(alias, text)[0]["route"]["cluster"] == out(8080, HOST)
+    assert routes(other, text)[0]["route"]["cluster"] == out(8080, HOST)
+
+
+def alias(name: str, ns: str, of: str, port: str = "{name: http, port: 8080}") -> str:
+    return (
+        f"apiVersion: v1\nkind: Service\nmetadata: {{name: {name}, namespace: {ns}}}\n"
+        f"spec: {{type: ExternalName, externalName: {of}, ports: [{port}]}}\n---\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("hosts", "named", "cluster", "there"),
+    [
+        ("./*, b/*", f"near.a{S}", out(8080, HOST), True),
+        ("./*, b/*", f"far.b{S}", out(8080, HOST), True),
+        # what a VirtualService adds to a narrow Sidecar is the ExternalName itself, not the service behind it
+        ("./*", f"near.a{S}", out(8080, HOST), False),
+        ("./*", f"far.b{S}", out(8080, f"far.b{S}"), False),
+        # an ExternalName of an ExternalName, or one without that port, is none
+        ("./*, b/*", f"twice.a{S}", out(8080, f"near.a{S}"), False),
+        ("./*, b/*", f"other.a{S}", out(8080, f"other.a{S}"), False),
+        # a service, beside them
+        ("./*", HOST, out(8080, HOST), True),
+    ],
+)
+def test_a_destination_that_is_an_external_name(hosts: str, named: str, cluster: str, there: bool) -> None:
+    parts = (
+        *(CLIENT, SERVER, WEB, service("own", "a", "[{name: http, port: 8080}]")),
+        *(alias("near", "a", HOST), alias("far", "b", HOST), alias("twice", "a", f"near.a{S}")),
+        alias("other", "a", HOST, "{name: http, port: 9}"),
+        istio("Sidecar", "s", "a", f"egress: [{{hosts: [{hosts}]}}]"),
+        virtual_service(f"hosts: [own.a{S}]\nhttp: [{{route: [{{destination: {{host: {named}}}}}]}}]"),
+    )
+    assert routes(*parts[3:], host=f"own.a{S}:8080")[0]["route"]["cluster"] == cluster
+    assert (cluster in of(*parts).clusters) is there
 
 
 def test_unknown_route_names_are_answered_empty() -> None:
