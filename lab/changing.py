@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +23,16 @@ _MARGIN = 60.0  # seconds that a change may take beyond the wait for new pods, a
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What lies between a running lab and manifests. ``mesh`` is what they say; ``done`` that the lab is that now."""
+    """What lies between a running lab and manifests. ``mesh`` is what they say; ``done`` that the lab is that now.
+
+    ``nacks`` is, by pod, what its Envoy rejects since (routes and endpoints; of anything else the change is undone).
+    """
 
     mesh: Mesh
     diff: Diff
     places: Turnover
     done: bool
+    nacks: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -36,7 +40,12 @@ class Changes:
             "applied": self.done,
             **self.diff.to_json(),
             "places": self.places.to_json(),
+            "nacks": dict(self.nacks),
         }
+
+    def doubts(self) -> list[str]:
+        """What is not as it should be, a line each."""
+        return [f"pod {pod} keeps what it had: its Envoy rejects {error}" for pod, error in self.nacks.items()]
 
     def lines(self) -> list[str]:
         """For people: one object a line, then what became of pods and external hosts."""
@@ -124,11 +133,11 @@ def _change(
         for file, text in copies:
             (staged / file).write_text(text, encoding="utf-8")
         stored.save(new, staged)
-        lifecycle.ask(
+        answer = lifecycle.ask(
             name,
             {"op": "change", "staged": str(staged), "base": base, "timeout": timeout},
             timeout=2 * timeout + _MARGIN,
         )
     finally:
         shutil.rmtree(workplace, ignore_errors=True)
-    return changes
+    return replace(changes, nacks=answer["nacks"])

@@ -239,6 +239,7 @@ def _reconcile(
     changes = changing.to_manifests(name, files, dry_run=dry_run, timeout=timeout)
     if changes.diff:
         _warn(changes.mesh)
+    _tell(changes.doubts())
     if as_json:
         info = runs if dry_run else lifecycle.inspect(name)
         _print_json({**info, "changes": changes.to_json()})
@@ -263,6 +264,7 @@ def apply(files: tuple[str, ...], lab_name: str | None, timeout: float, dry_run:
 
     changes = changing.apply(_running(lab_name), files, dry_run=dry_run, timeout=timeout)
     _warn(changes.mesh, files)
+    _tell(changes.doubts())
     if as_json:
         _print_json(changes.to_json())
     else:
@@ -877,6 +879,11 @@ def _warn(mesh: Mesh, files: Sequence[str] = ()) -> None:
         if files and warning.source.file not in files:
             continue
         click.echo(str(warning), err=True)
+
+
+def _tell(doubts: Sequence[str]) -> None:
+    for doubt in doubts:
+        click.echo(f"warning: {doubt}", err=True)
 
 
 def _unreachable(value: object) -> NoReturn:

@@ -559,7 +559,7 @@ class Supervisor:
         finally:
             self._changing = None
         self._event("changed", paths.NODE)
-        return {"changed": self._lab}
+        return {"changed": self._lab, "nacks": await self.nacks()}
 
     # --- what a change needs (`lab.supervisor.change`) --------------------------------------
 

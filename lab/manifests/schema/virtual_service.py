@@ -71,21 +71,38 @@ def is_authority(name: str) -> bool:
     return name.lower() in ("host", ":authority")
 
 
+_ARGUMENT = r'(?:\\.|[^\\)"])*'
+_VARIABLE = rf'%(?:[^%(]+%|[^%(]*\( *(?:\[ *"|[^ \[]){_ARGUMENT}(?:" *, *"{_ARGUMENT})*(?:\)|" *\] *\)) *%)'
+_HEADER_VALUE = re.compile(rf"(?:[^%]|%%|{_VARIABLE})*", re.DOTALL)
+
+
+def _header_value(value: str) -> str:
+    """Source: istio/istio: pkg/config/validation/header_value_validator.go."""
+    if re.search(r"[\0-\x08\n-\x1f\x7f]", value):
+        raise ValueError("a header holds no control characters")
+    if not _HEADER_VALUE.fullmatch(value):
+        raise ValueError(
+            "it is no value of a header: a % begins a %VARIABLE% or %VARIABLE(ARGUMENT)%, and %% stands for one"
+        )
+    return value
+
+
 _TOKEN = r"[-!#$%&'*+.^_`|~0-9A-Za-z]+"  # RFC 9110, 5.6.2
 HeaderName = Annotated[str, AfterValidator(_header_name)]
 OwnHeader = Annotated[str, AfterValidator(_own_header)]
+HeaderValue = Annotated[str, AfterValidator(_header_value)]
 OwnHeaderOrAuthority = Annotated[str, AfterValidator(_own_header_or_authority)]
 
 
 class RequestOperations(Spec):
-    set: dict[OwnHeaderOrAuthority, str] = Field(default_factory=dict)
-    add: dict[OwnHeaderOrAuthority, str] = Field(default_factory=dict)
+    set: dict[OwnHeaderOrAuthority, HeaderValue] = Field(default_factory=dict)
+    add: dict[OwnHeaderOrAuthority, HeaderValue] = Field(default_factory=dict)
     remove: list[OwnHeader] = Field(default_factory=list)
 
 
 class ResponseOperations(Spec):
-    set: dict[OwnHeader, str] = Field(default_factory=dict)
-    add: dict[OwnHeader, str] = Field(default_factory=dict)
+    set: dict[OwnHeader, HeaderValue] = Field(default_factory=dict)
+    add: dict[OwnHeader, HeaderValue] = Field(default_factory=dict)
     remove: list[OwnHeader] = Field(default_factory=list)
 
 

@@ -112,6 +112,31 @@ spec: {containers: [{name: app, ports: [{name: http, containerPort: 8080}]}]}
 """
 
 
+ROUTED = """
+apiVersion: v1
+kind: Service
+metadata: {name: plain, namespace: shop}
+spec: {selector: {app: plain}, ports: [{name: http, port: 8080}]}
+---
+apiVersion: networking.istio.io/v1
+kind: VirtualService
+metadata: {name: plain, namespace: shop}
+spec:
+  hosts: [plain]
+  http:
+  - headers: {request: {set: {x-told: "%s"}}}
+    route: [{destination: {host: plain}}]
+---
+apiVersion: sidecarlab.dev/v1alpha1
+kind: TrafficTest
+metadata: {name: header-is-set}
+spec:
+  from: {pod: web.shop}
+  to: {host: plain.shop, port: 8080, protocol: http}
+  expect: {far_side: {headers: {x-told: once}}, outcome: {status: 200}}
+"""
+
+
 def lab(*args: str, code: int | None = 0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "lab", *args]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -195,6 +220,35 @@ def test_policies_flip_and_pods_come_and_go_while_the_others_live(base: str, tmp
         assert not paths.netns_path(NAME, place).exists()
         assert not paths.pod_dir(NAME, place).exists()
     assert verdicts() == {"unknown-host": True}, "back to the policy of the file"
+
+
+def test_what_envoy_rejects_is_told_until_it_is_mended(base: str, tmp_path: Path) -> None:
+    """A formatter that no admission knows to be none: routes only, so that the lab lives on with the old ones."""
+
+    def nacks() -> dict[str, str | None]:
+        return {pod["name"]: pod["nack"] for pod in lab_json("inspect", NAME)["pods"]}
+
+    lab("apply", "--lab", NAME, written(tmp_path, "good.yaml", ROUTED % "once"))
+    assert nacks() == {"web": None, "plain": None}
+
+    applied = lab("apply", "--lab", NAME, written(tmp_path, "bad.yaml", ROUTED % "%NONSENSE%"))
+    told = nacks()
+    assert f"warning: pod web.shop keeps what it had: its Envoy rejects {told['web']}" in applied.stderr.splitlines()
+    assert told["plain"] is None
+    assert told["web"] is not None
+    kind, _, words = told["web"].partition(": ")
+    assert (kind, "NONSENSE" in words) == ("RDS", True), told
+    log = (paths.pod_dir(NAME, "web.shop") / "log/agent.log").read_text()
+    rejected = [line for line in log.splitlines() if "RouteConfiguration" in line and words in line]
+    assert rejected, "the very words of the Envoy of that pod"
+    text = lab("inspect", NAME).stdout
+    assert f"web.shop: configuration rejected by Envoy: {told['web']}" in " ".join(text.split())
+    assert verdicts("--only", "header-is-set") == {"header-is-set": True}, "the routes that it had"
+
+    mended = lab_json("apply", "--lab", NAME, written(tmp_path, "mended.yaml", ROUTED % "again"))
+    assert mended["nacks"] == {}
+    assert nacks() == {"web": None, "plain": None}
+    assert verdicts("--only", "header-is-set", code=1) == {"header-is-set": False}, "the new routes"
 
 
 def test_what_cannot_be_leaves_all_as_it_was(base: str, tmp_path: Path) -> None:

@@ -241,6 +241,21 @@ POLICY = "host: a, trafficPolicy: "
                 ("fault: {delay: {fixedDelay: 0s}}", "at least 1ms"),
                 ("corsPolicy: {maxAge: 0s}", "at least 1ms"),
                 ("corsPolicy: {maxAge: 1500ms}", "whole seconds"),
+                *(
+                    ("headers: {request: {set: {x: '" + value + "'}}}", "no value of a header")
+                    for value in (
+                        "50%",
+                        "%A",
+                        "%A(b%",
+                        "%A()%",
+                        "%A([b])%",
+                        '%A(["b" "c"])%',
+                        '%A(["b"]c)%',
+                        "%A(b) c%",
+                        "%%%",
+                    )
+                ),
+                ('headers: {response: {add: {x: "a\\nb"}}}', "no control characters"),
                 ("match: [{headers: {'@request.auth.claims.group': {exact: a}}}]", "only gateways do"),
                 ("match: [{withoutHeaders: {'@Request.auth.claims[group][id]': {exact: a}}}]", "only gateways do"),
                 ("match: [{headers: {'@request.auth.claims': {exact: a}}}]", "no name of a header"),
@@ -277,6 +292,17 @@ def test_refused(kind: str, spec: str, why: str) -> None:
             "{"
             + POLICY
             + "{connectionPool: {tcp: {idleTimeout: 0s, connectTimeout: 1ms, tcpKeepalive: {time: 1.001s}}}}}",
+        ),
+        *(
+            ("VirtualService", "{hosts: [a], http: [{headers: {request: {add: {x: '" + value + "'}}}, " + TO + "}]}")
+            for value in (
+                "",
+                "50%%",
+                "a%REQ(:path)%b %START_TIME%",
+                '%A( ["b","c\\)" , "d"] )  %',
+                "%A(b\\)c)%",
+                "%%%A%",
+            )
         ),
         ("VirtualService", "{hosts: [a], http: [{timeout: 1ms, corsPolicy: {maxAge: 2s}, " + TO + "}]}"),
         (
