@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 def findings(mesh: Mesh, items: Items) -> Iterator[Finding]:
     labels = {namespace.meta.name: namespace.meta.labels for namespace in mesh.namespaces}
+    by_namespace: dict[str, list[Service]] = defaultdict(list)
+    for service in mesh.services:
+        if service.selector:
+            by_namespace[service.meta.namespace].append(service)
     for (kind, _), item in items.items():
         if kind != "Deployment" or not injection.decided(item, labels.get(item.meta.namespace, {})):
             continue
         template = cast("deployment.Deployment", item.schema).spec.template.metadata
         services = [
-            service
-            for service in mesh.services
-            if service.meta.namespace == item.meta.namespace
-            and service.selector
-            and selects(service.selector, template.labels)
+            service for service in by_namespace[item.meta.namespace] if selects(service.selector, template.labels)
         ]
         yield from _transports(item, services)
         yield from _targets(item, services)

@@ -111,6 +111,9 @@ def _virtual_service(spec: Mapping[str, object]) -> _Told:
         path: _Path = ("spec", "http", number)
         if rule.get("mirrorPercent") is not None:
             yield (*path, "mirrorPercent"), "mirrorPercent is deprecated; write mirrorPercentage"
+        abort = mapping(rule.get("fault")).get("abort")
+        if abort is not None and not {"httpStatus", "grpcStatus"} & set(mapping(abort)):
+            yield (*path, "fault", "abort"), "an abort without httpStatus or grpcStatus aborts nothing"
         body = mapping(mapping(rule.get("directResponse")).get("body"))
         size = max(len(str(body.get(kind, "")).encode()) for kind in ("string", "bytes"))
         if size > _LARGE_BODY:

@@ -205,15 +205,18 @@ class Delay(Spec):
 
 
 class Abort(Spec):
-    UNUSED = words("http2Error")
+    """Without a status it does nothing (a warning tells it)."""
 
     http_status: Annotated[int, Field(ge=200, le=599)] | None = None
     grpc_status: GrpcStatus | None = None
+    http2_error: str | None = Field(None, alias="http2Error")
     percentage: Percent | None = None
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        one_of(self, "http_status", "grpc_status", required=True)
+        one_of(self, "http_status", "grpc_status", "http2_error")
+        if self.http2_error is not None:
+            raise ValueError("Istio has no faults of HTTP/2 yet; use httpStatus or grpcStatus")
         return self
 
 

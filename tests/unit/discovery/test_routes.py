@@ -253,6 +253,11 @@ def test_fault() -> None:
     assert fault_pb2.HTTPFault.DESCRIPTOR.full_name in packed["@type"]
 
 
+def test_an_abort_without_status_aborts_nothing() -> None:
+    (route,) = rule(f"- fault: {{abort: {{percentage: {{value: 50}}}}}}\n  {TO_SERVER}")
+    assert "typed_per_filter_config" not in route
+
+
 def test_cors() -> None:
     (route,) = rule(
         "- corsPolicy: {allowOrigins: [{exact: 'https://a.example'}, {regex: '.*'}], allowMethods: [GET, PUT], "

@@ -233,6 +233,8 @@ POLICY = "host: a, trafficPolicy: "
         *(
             ("VirtualService", "{hosts: [a], http: [{" + written + ", " + TO + "}]}", why)
             for written, why in (
+                ("fault: {abort: {http2Error: REFUSED_STREAM}}", "no faults of HTTP/2"),
+                ("fault: {abort: {httpStatus: 500, grpcStatus: OK}}", "only one of"),
                 ("timeout: 0s", "at least 1ms"),
                 ("timeout: 100us", "at least 1ms"),
                 ("timeout: 1.0001s", "whole milliseconds"),

@@ -282,6 +282,12 @@ def test_told(text: str, code: str, line: int, level: str, message: str) -> None
         ),
         (
             "VirtualService",
+            "  hosts: [one]\n  http:\n  - route: [{destination: {host: one}}]\n    fault:\n      abort: {percentage: {value: 5}}\n",
+            41,
+            "an abort without httpStatus or grpcStatus aborts nothing",
+        ),
+        (
+            "VirtualService",
             "  hosts: [one]\n  http:\n  - directResponse:\n      status: 200\n      body: {string: "
             + "x" * 102401
             + "}\n",
