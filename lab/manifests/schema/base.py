@@ -10,7 +10,7 @@ import datetime
 import ipaddress
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, TypeVar
 
@@ -328,6 +328,18 @@ def _whole_seconds(value: float) -> float:
     return value
 
 
+def _seconds(*checks: Callable[[float], float]) -> BeforeValidator:
+    """Reads a duration and checks it, so that an error shows what was written."""
+
+    def read(value: object) -> float:
+        seconds = _duration(value)
+        for check in checks:
+            seconds = check(seconds)
+        return seconds
+
+    return BeforeValidator(read, json_schema_input_type=str)
+
+
 def _timestamp(value: object) -> object:
     if not isinstance(value, str):
         return value
@@ -347,15 +359,10 @@ IPAddress = Annotated[str, AfterValidator(_ip)]
 ClusterIP = Annotated[str, AfterValidator(_ip_or_none)]
 TargetPort = Annotated[int | str, BeforeValidator(_target_port)]
 IPOrCIDR = Annotated[str, AfterValidator(_ip_or_cidr)]
-Duration = Annotated[float, AfterValidator(_not_negative), BeforeValidator(_duration, json_schema_input_type=str)]
-PositiveDuration = Annotated[float, AfterValidator(_positive), BeforeValidator(_duration, json_schema_input_type=str)]
-Milliseconds = Annotated[float, AfterValidator(_milliseconds), BeforeValidator(_duration, json_schema_input_type=str)]
+Duration = Annotated[float, _seconds(_not_negative)]
+PositiveDuration = Annotated[float, _seconds(_positive)]
+Milliseconds = Annotated[float, _seconds(_milliseconds)]
 """A duration as Istio's admission wants most of them."""
-WholeSeconds = Annotated[Milliseconds, AfterValidator(_whole_seconds)]
-MillisecondsOrNone = Annotated[
-    float,
-    AfterValidator(_whole_milliseconds),
-    AfterValidator(_not_negative),
-    BeforeValidator(_duration, json_schema_input_type=str),
-]
+WholeSeconds = Annotated[float, _seconds(_milliseconds, _whole_seconds)]
+MillisecondsOrNone = Annotated[float, _seconds(_not_negative, _whole_milliseconds)]
 Timestamp = Annotated[float, BeforeValidator(_timestamp, json_schema_input_type=str)]

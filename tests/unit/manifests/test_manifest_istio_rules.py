@@ -218,7 +218,7 @@ POLICY = "host: a, trafficPolicy: "
             ("DestinationRule", "{" + POLICY + "{" + written + "}}", why)
             for written, why in (
                 ("outlierDetection: {interval: 100us}", "at least 1ms"),
-                ("outlierDetection: {baseEjectionTime: 0s}", "at least 1ms"),
+                ("outlierDetection: {baseEjectionTime: 0s}", 'bad value "0s"'),
                 ("outlierDetection: {interval: 1.5ms}", "whole milliseconds"),
                 ("connectionPool: {http: {idleTimeout: 0s}}", "at least 1ms"),
                 ("connectionPool: {http: {http2KeepAlive: {interval: 1s, timeout: 0s}}}", "at least 1ms"),
