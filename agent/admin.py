@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agent.http import HTTPError, Target, fetch
+from agent.http_client import HTTPError, Target, fetch
 
 
 class AdminError(Exception):

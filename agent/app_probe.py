@@ -16,7 +16,9 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping
 
 from agent import grpc_health, redirect
-from agent.http import Headers, HTTPError, Request, Response, Target, connect, text_response
+from agent.http import Headers, Response
+from agent.http_client import HTTPError, Target, connect
+from agent.http_server import Request, text_response
 from agent.probe_client import ProbeClient
 from agent.probe_config import Prober
 

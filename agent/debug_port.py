@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
-from agent.http import Request, Response, Server, text_response
+from agent.http import Response
+from agent.http_server import Request, Server, text_response
 from agent.xds_proxy import DEBUG_PREFIX, XdsProxy
 
 if TYPE_CHECKING:

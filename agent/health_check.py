@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from agent import grpc_health, redirect
-from agent.http import HTTPError, Target, connect, fetch
+from agent.http_client import HTTPError, Target, connect, fetch
 from agent.protos import proxy_config_pb2 as pb
 from agent.readiness import EnvoyReadiness, NotReady
 from agent.xds_proxy import HealthEvent

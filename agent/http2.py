@@ -12,7 +12,8 @@ import h2.events
 import h2.exceptions
 import h2.settings
 
-from agent.http import HTTPError, Response
+from agent.http import Response
+from agent.http_client import HTTPError
 
 READ_SIZE = 65536
 # What Kubernetes and Istio set: a connection that is silent for so long is asked for a sign of life.

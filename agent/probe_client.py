@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from agent.http import HTTPError, Response, Target, connect, header
+from agent.http import Response, header
+from agent.http_client import HTTPError, Target, connect
 
 if TYPE_CHECKING:
     import h11

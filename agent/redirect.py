@@ -6,7 +6,8 @@ import ssl
 from collections.abc import Callable
 from urllib.parse import SplitResult, urljoin, urlsplit
 
-from agent.http import HTTPError, Response, Target
+from agent.http import Response
+from agent.http_client import HTTPError, Target
 
 MAX_REDIRECTS = 10
 _FOLLOWED = frozenset((301, 302, 303, 307, 308))

@@ -11,7 +11,9 @@ import logging
 import math
 from collections.abc import AsyncIterator, Sequence
 
-from agent.http import HTTPError, Incoming, Request, Response, Target, exchange, fetch
+from agent.http import Response
+from agent.http_client import HTTPError, Incoming, Target, exchange, fetch
+from agent.http_server import Request
 from agent.metrics import Metrics
 from agent.scrape_config import ScrapeTarget
 

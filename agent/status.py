@@ -16,7 +16,8 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from agent.dns.table import KUBERNETES, entries
-from agent.http import Request, Response, Server, text_response
+from agent.http import Response
+from agent.http_server import Request, Server, text_response
 from agent.readiness import NotReady, Readiness
 
 if TYPE_CHECKING:

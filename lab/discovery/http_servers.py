@@ -12,7 +12,8 @@ import socket
 from collections.abc import Callable
 from urllib.parse import parse_qsl
 
-from agent.http import Request, Response, Server, text_response
+from agent.http import Response
+from agent.http_server import Request, Server, text_response
 from lab.discovery import debug, debug_access
 from lab.discovery.ads import DiscoveryServer
 from lab.discovery.auth import Authenticator, Forbidden, Unauthenticated

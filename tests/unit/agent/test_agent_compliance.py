@@ -19,7 +19,7 @@ from free_ports import free_port
 
 from agent import compliance, flags, options, upstream
 from agent.envoy import find_binary
-from agent.http import Target, fetch
+from agent.http_client import Target, fetch
 from agent.metrics import Metrics
 from agent.tls_relay import is_for
 from agent.xds_proxy import CLUSTER_TYPE, DELTA, SERVICE, XdsProxy, server_options

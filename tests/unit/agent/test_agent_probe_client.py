@@ -23,7 +23,9 @@ import agent.http2
 from agent.admin import parse_stats
 from agent.app_probe import AppProber
 from agent.envoy import find_binary
-from agent.http import HTTPError, Request, Response, Target, fetch
+from agent.http import Response
+from agent.http_client import HTTPError, Target, fetch
+from agent.http_server import Request
 from agent.probe_config import parse_probers
 
 DEADLINE = 20.0

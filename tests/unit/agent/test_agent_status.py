@@ -24,7 +24,9 @@ from agent.dns.server import DNSOptions, DNSServer
 from agent.dns.table import ProxyNames
 from agent.errors import AgentError
 from agent.health_check import Thresholds, WorkloadHealthCheck
-from agent.http import Handler, HTTPError, Request, Response, Server, Target, exchange, fetch, text_response
+from agent.http import Response
+from agent.http_client import HTTPError, Target, exchange, fetch
+from agent.http_server import Handler, Request, Server, text_response
 from agent.metrics import Histogram, Labelled, Metrics
 from agent.probe_config import parse_probers
 from agent.protos import nds_pb2

@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agent.debug_port import DebugPort, readable
-from agent.http import Target, fetch
+from agent.http_client import Target, fetch
 from agent.metrics import Metrics
 from agent.protos import nds_pb2, proxy_config_pb2
 from agent.xds_proxy import (
