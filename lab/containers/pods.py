@@ -20,8 +20,9 @@ from lab.errors import InputError, LabError
 from lab.fabric import engine, namespaces, paths
 from lab.fabric.record import Record
 from lab.manifests import model
-from lab.runtime.client import PlaceSpec, Process
+from lab.runtime.client import Process
 from lab.runtime.mounts import NOTIFY_DIR, POD_DIR
+from lab.runtime.place import PlaceSpec
 from lab.runtime.spawn import ProcessSpec
 
 if TYPE_CHECKING:

@@ -13,13 +13,12 @@ import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from lab.errors import LabError
 from lab.runtime import channel, launch
 from lab.runtime.channel import Message
-from lab.runtime.mounts import View
+from lab.runtime.place import PlaceSpec
 from lab.runtime.spawn import ProcessSpec
 
 
@@ -29,21 +28,6 @@ class Ended(Exception):
     def __init__(self, name: str, code: int) -> None:
         self.name, self.code = name, code
         super().__init__(f"{name} ended with {code}")
-
-
-@dataclass(frozen=True, slots=True)
-class PlaceSpec:
-    """A place to start: its pinned network namespace, and for all but the node a view of files of its own.
-
-    ``notify_dir`` is where READY=1 sockets lie, as the place's processes see it.
-    """
-
-    name: str
-    netns: str
-    notify_dir: str
-    hostname: str = ""
-    view: View | None = None
-    sysctls: Mapping[str, str] = field(default_factory=dict)
 
 
 class Process:

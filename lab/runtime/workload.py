@@ -14,9 +14,9 @@ from lab.fabric import paths
 from lab.manifests import injection, protocol
 from lab.manifests.model import Container, ExternalHost, Mesh, Pod, Protocol, ServicePort
 from lab.runtime import etc, files
-from lab.runtime.client import PlaceSpec
 from lab.runtime.identity import APP_UID, INIT, PROXY, PROXY_UID, ROOT, Identity
 from lab.runtime.mounts import NOTIFY_DIR, POD_DIR, View
+from lab.runtime.place import PlaceSpec
 from lab.runtime.spawn import DEFAULT_PATH, ProcessSpec
 
 _SYSCTLS: Mapping[str, str] = {

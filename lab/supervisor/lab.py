@@ -31,9 +31,10 @@ from lab.fabric.record import Record
 from lab.manifests import stored
 from lab.manifests.model import ExternalHost, Mesh, Pod
 from lab.runtime import enter, files, mounts, workload
-from lab.runtime.client import Ended, Place, PlaceSpec, Process, Zygote
+from lab.runtime.client import Ended, Place, Process, Zygote
 from lab.runtime.lines import ask, error_to_json
 from lab.runtime.logs import Log, last_error
+from lab.runtime.place import PlaceSpec
 from lab.runtime.spawn import ProcessSpec
 from lab.supervisor.change import Change
 from lab.supervisor.credentials import Credentials

@@ -12,8 +12,9 @@ from pathlib import Path
 from lab.fabric import paths, record
 from lab.fabric.record import Record
 from lab.runtime import etc, kernel, mounts
-from lab.runtime.client import Place, PlaceSpec, Process, Zygote
+from lab.runtime.client import Place, Process, Zygote
 from lab.runtime.identity import APP, Identity
+from lab.runtime.place import PlaceSpec
 from lab.runtime.spawn import DEFAULT_PATH, ProcessSpec
 
 _MS_BIND = 0x1000

@@ -6,7 +6,8 @@ import asyncio
 import os
 
 from lab.runtime import channel
-from lab.runtime.client import Place, PlaceSpec
+from lab.runtime.client import Place
+from lab.runtime.place import PlaceSpec
 
 
 def test_a_place_is_up_only_once_it_is_known_which_process_it_is() -> None:
