@@ -6,17 +6,15 @@ nothing to run; 3 something could not be observed on this kernel; if both 1 and 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
-import json
 import math
 import os
 import resource
-import shutil
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -115,6 +113,8 @@ def _usage_hint(error: click.UsageError) -> str:
 
 
 def _print_json(document: object) -> None:
+    import json
+
     click.echo(json.dumps(document, indent=2, default=str))
 
 
@@ -188,9 +188,11 @@ def up(
     """
 
     def read() -> Mesh:
-        from lab.manifests.load import load
+        from lab.memory import mesh_of
 
-        mesh = load(files, name=name)
+        mesh = mesh_of(files)
+        if name is not None:
+            mesh = dataclasses.replace(mesh, name=name)
         _warn(mesh)
         if not as_json:  # what prints the table is imported while the lab comes up
             threading.Thread(target=importlib.import_module, args=("lab.show",), daemon=True).start()
@@ -202,7 +204,7 @@ def up(
     if up_already:
         from lab.manifests.load import lab_name
 
-        wanted = name or lab_name(Path(files[0]))
+        wanted = name or lab_name(files[0])
         if wanted in up_already:
             chosen = click.get_current_context().get_parameter_source("runtime") is not ParameterSource.DEFAULT
             return _reconcile(wanted, files, backend, timeout, dry_run, as_json, runtime if chosen else None)
@@ -475,7 +477,8 @@ def verify(
     )
     if junit:
         try:
-            Path(junit).write_text(outcome.junit(), encoding="utf-8")
+            with open(junit, "w", encoding="utf-8") as report:
+                report.write(outcome.junit())
         except OSError as error:
             why = error.strerror or str(error)
             raise InputError("cannot write the JUnit report", junit, why, "Name another file") from None
@@ -767,9 +770,9 @@ def proxy_config(
     from lab import proxyconfig
 
     if files:
-        from lab.manifests.load import load
+        from lab.memory import mesh_of
 
-        document = proxyconfig.from_files(load(files), pod, kind, evidence=evidence)
+        document = proxyconfig.from_files(mesh_of(files), pod, kind, evidence=evidence)
     else:
         _need_root("lab proxy-config of a running proxy")
         document = proxyconfig.from_proxy(_running(lab_name, pod), pod, kind)
@@ -859,6 +862,8 @@ def diff(before: str, after: str, backend: Backend, as_json: bool) -> int:
 
 def _width() -> int:
     """Columns of the terminal; into a pipe lines may be long."""
+    import shutil
+
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 200
 
 
@@ -869,9 +874,9 @@ def _mesh_of(what: Sequence[str]) -> Mesh:
         from lab import lifecycle
 
         return lifecycle.stored_mesh(what[0])
-    from lab.manifests.load import load
+    from lab.memory import mesh_of
 
-    return load(what)
+    return mesh_of(what)
 
 
 def _warn(mesh: Mesh, files: Sequence[str] = ()) -> None:

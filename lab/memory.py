@@ -1,54 +1,75 @@
-"""What ``lab explain`` remembers of manifests between two runs: the mesh, and what was generated from it.
+"""What is remembered of manifests between two runs: the mesh, and what was generated from it.
 
-Reading, checking and generating costs half a second, most of it imports; a question asked twice should not pay for it twice.
-A memory is one file in the user's cache directory (XDG_CACHE_HOME). Its name is a digest of every manifest's text, of this
-program's own files and of Python's version, so that nothing old is ever used; a memory that others could have written is not read.
+Reading, checking and generating costs half a second, most of it imports; what is asked twice should not pay for it twice.
+A memory is one file in the user's cache directory (XDG_CACHE_HOME). It begins with all that its answers depend on: every
+manifest's name and text, this program's own files, Python's version and the state of the directories that it takes packages from.
+Nothing of it is used unless that is, byte for byte, what is there now. A memory that others could have written is not read.
 ``SIDECARLAB_CACHE=off`` turns it off.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pickle
 import stat
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from lab.errors import InputError
+from lab.manifests.files import MAX_BYTES, read_bytes
 
 if TYPE_CHECKING:
     from lab.manifests.model import Mesh
 
 T = TypeVar("T")
 
-KEPT = 16
+KEPT = 32
+"""So many sets of manifests are remembered."""
+
 _PACKAGES = ("lab", "init", "agent")
+_SUFFIX = ".memory"
 
 
 class Memory:
     """What is known of one set of manifest files. `get` makes what is not known yet, `save` keeps all of it."""
 
-    def __init__(self, files: Sequence[str], file: Path | None) -> None:
+    def __init__(self, files: Sequence[str], directory: str | None = None) -> None:
+        """``directory``: where memories are kept, None for nowhere."""
         self._files = list(files)
-        self._file = file
-        self._known: dict[str, Any] = _read(file) if file is not None else {}
+        self._depends = _depends(files) if directory is not None else None
+        self._file = None
+        self._known: dict[str, Any] = {}
+        self._kept: dict[str, bytes] = {}  # as pickles: a question needs few of them
         self._changed = False
+        if directory is not None and self._depends is not None:
+            self._file = os.path.join(directory, f"{zlib.crc32(self._depends):08x}{_SUFFIX}")
+            self._kept = _read(self._file, self._depends)
 
     @classmethod
     def of(cls, files: Sequence[str]) -> Memory:
         """The memory of these manifests; an empty one without a place to keep it."""
-        directory = _directory()
-        digest = _digest(files) if directory is not None else None
-        return cls(files, directory / f"{digest}.pickle" if directory is not None and digest is not None else None)
+        return cls(files, _directory())
 
     def get(self, key: str, make: Callable[[], T]) -> T:
         """What is remembered under ``key``, else what ``make`` gives."""
         if key not in self._known:
-            self._known[key] = make()
-            self._changed = True
+            self._known[key] = self._recall(key, make)
         found: T = self._known[key]
         return found
+
+    def _recall(self, key: str, make: Callable[[], T]) -> T:
+        if key in self._kept:
+            try:
+                known: T = pickle.loads(self._kept[key])
+            except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, TypeError, ValueError):
+                pass  # a damaged file: nothing is lost but time
+            else:
+                return known
+        self._changed = True
+        self._kept.pop(key, None)
+        return make()
 
     def mesh(self) -> Mesh:
         """The mesh of the files.
@@ -68,63 +89,106 @@ class Memory:
         """Keeps what is new. A cache that cannot be written is no error."""
         if self._file is None or not self._changed:
             return
-        temporary = self._file.with_suffix(f".{os.getpid()}")
+        if _depends(self._files) != self._depends:
+            return  # changed while they were read: nobody knows which of both this is
+        directory = os.path.dirname(self._file)
+        temporary = f"{self._file}.{os.getpid()}"
         try:
-            self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for key, value in self._known.items():
+                if key not in self._kept:
+                    self._kept[key] = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+            os.makedirs(directory, mode=0o700, exist_ok=True)
             with open(temporary, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as out:
-                pickle.dump(self._known, out, protocol=pickle.HIGHEST_PROTOCOL)
+                pickle.dump(self._depends, out, pickle.HIGHEST_PROTOCOL)
+                pickle.dump(self._kept, out, pickle.HIGHEST_PROTOCOL)
             os.replace(temporary, self._file)
-            _forget_old(self._file.parent)
+            _forget_old(directory)
         except (OSError, pickle.PicklingError):
-            temporary.unlink(missing_ok=True)
+            try:
+                os.unlink(temporary)
+            except OSError:
+                pass
 
 
-def _directory() -> Path | None:
+def mesh_of(files: Sequence[str]) -> Mesh:
+    """The mesh of manifest files, as `lab.manifests.load.load` reads it; remembered.
+
+    Raises:
+        InputError: they are no valid manifests.
+    """
+    memory = Memory.of(files)
+    found = memory.mesh()
+    memory.save()
+    return found
+
+
+def _directory() -> str | None:
+    """Where memories are kept. None if that is another user's: sudo may keep HOME, and root's files would be in the way there."""
     if os.environ.get("SIDECARLAB_CACHE", "").lower() in ("off", "0", "no", "false"):
         return None
-    base = os.environ.get("XDG_CACHE_HOME") or (
-        os.path.join(os.environ["HOME"], ".cache") if "HOME" in os.environ else ""
-    )
-    return Path(base) / "sidecarlab" / "explain" if os.path.isabs(base) else None
-
-
-def _digest(files: Sequence[str]) -> str | None:
-    """None where a file cannot be read: the loader then says why."""
-    found = hashlib.blake2b(repr(sys.version_info).encode(), digest_size=20)
-    for path in _own_files():
-        entry = path.stat()
-        found.update(f"{path}\0{entry.st_mtime_ns}\0{entry.st_size}\0".encode())
+    home = os.environ.get("HOME", "")
+    base = os.environ.get("XDG_CACHE_HOME") or (os.path.join(home, ".cache") if os.path.isdir(home) else "")
+    if not os.path.isabs(base):
+        return None
+    directory = os.path.join(base, "sidecarlab", "explain")
+    there = directory
+    while not os.path.lexists(there):
+        there = os.path.dirname(there)
     try:
-        for path in _manifests(files):
-            found.update(f"{path}\0".encode())
-            found.update(path.read_bytes())
+        return directory if os.stat(there).st_uid == os.geteuid() else None
     except OSError:
         return None
-    return found.hexdigest()
 
 
-def _own_files() -> Iterator[Path]:
-    root = Path(__file__).parents[1]
-    for package in _PACKAGES:
-        yield from sorted((root / package).rglob("*.py"))
+def _depends(files: Sequence[str]) -> bytes | None:
+    """Everything that a mesh and what is generated of it depend on. None where a file cannot be read: the loader then says why."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    try:
+        # The first file's real name is the lab's.
+        found = [repr((sys.version, list(files), [os.path.realpath(name) for name in files[:1]])).encode()]
+        for package in _PACKAGES:
+            found += _states(os.path.join(root, package))
+        for directory in sys.path:
+            if os.path.basename(directory) in ("site-packages", "dist-packages") and os.path.isdir(directory):
+                found.append(_state(directory, os.stat(directory)))
+        for path in _manifests(files):
+            text = read_bytes(path, MAX_BYTES)
+            found.append(f"{path}\0{len(text)}\0".encode() + text)
+    except (OSError, ValueError, InputError):  # ValueError: a name with a null byte
+        return None
+    return b"\n".join(found)
 
 
-def _manifests(files: Sequence[str]) -> Iterator[Path]:
+def _states(directory: str) -> Iterator[bytes]:
+    """The states of the Python files below a directory."""
+    with os.scandir(directory) as entries:
+        for entry in sorted(entries, key=lambda e: e.name):
+            if entry.name.endswith(".py"):
+                yield _state(entry.path, entry.stat())
+            elif entry.name != "__pycache__" and entry.is_dir():
+                yield from _states(entry.path)
+
+
+def _state(path: str, entry: os.stat_result) -> bytes:
+    return f"{path}\0{entry.st_mtime_ns}\0{entry.st_size}".encode()
+
+
+def _manifests(files: Sequence[str]) -> Iterator[str]:
     """The files that the loader reads of these arguments."""
     for name in files:
-        path = Path(name)
-        if path.is_dir():
-            yield from sorted(p for p in path.iterdir() if p.suffix in (".yaml", ".yml"))
+        if os.path.isdir(name):
+            inside = sorted(os.path.join(name, n) for n in os.listdir(name) if n.endswith((".yaml", ".yml")))
+            yield from filter(os.path.isfile, inside)
         else:
-            yield path
+            yield name
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: str, depends: bytes) -> dict[str, bytes]:
     try:
         with open(file, "rb") as source:
-            entry = os.fstat(source.fileno())
-            # Unpickling runs what is in the file, so it must be the user's own.
-            if entry.st_uid != os.geteuid() or entry.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            if not (_own(os.fstat(source.fileno())) and _own(os.stat(os.path.dirname(file)))):
+                return {}
+            if pickle.load(source) != depends:
                 return {}
             found = pickle.load(source)
     except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, IndexError, TypeError, ValueError):
@@ -132,8 +196,14 @@ def _read(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _forget_old(directory: Path) -> None:
+def _own(entry: os.stat_result) -> bool:
+    """Unpickling runs what is in a file, so it must be the user's own, and nobody else able to put one in its place."""
+    return entry.st_uid == os.geteuid() and not entry.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _forget_old(directory: str) -> None:
     """Keeps the newest `KEPT` memories."""
-    held = sorted(directory.glob("*.pickle"), key=lambda p: p.stat().st_mtime, reverse=True)
-    for old in held[KEPT:]:
-        old.unlink(missing_ok=True)
+    with os.scandir(directory) as entries:
+        held = sorted((entry.stat().st_mtime_ns, entry.path) for entry in entries)
+    for _, old in held[:-KEPT]:
+        os.unlink(old)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lab import lifecycle
 from lab.errors import InputError
 from lab.fabric import paths, record
+from lab.memory import mesh_of
 
 if TYPE_CHECKING:
     from lab.manifests.model import Mesh
@@ -112,9 +113,7 @@ def _predicted(what: Sequence[str], only: str | None, backend: str) -> Outcome:
     if name in up and (not what or not os.path.exists(name)):
         mesh = lifecycle.stored_mesh(name)
     elif what:
-        from lab.manifests.load import load
-
-        mesh = load(what)
+        mesh = mesh_of(what)
     else:
         raise InputError("nothing to predict", next_step="Give a FILE, e.g. topologies/quickstart.yaml")
     tests = runner.select(mesh.tests, only)
@@ -167,9 +166,7 @@ def _lab(
             raise InputError(f'no lab and no file is called "{name}"', next_step="See `lab ls`, or give a FILE")
         yield lifecycle.attach(name), lifecycle.stored_mesh(name)
         return
-    from lab.manifests.load import load
-
-    mesh = load(what)
+    mesh = mesh_of(what)
     runner.select(mesh.tests, only)  # nothing to run is said before anything is made
     stored = _stored_manifests(mesh.name) if mesh.name in up else None
     if stored is not None:

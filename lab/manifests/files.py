@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lab.errors import InputError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 MAX_BYTES = 8 << 20
 """Size of one manifest. Kubernetes takes objects of 1.5 MiB (etcd: --max-request-bytes)."""

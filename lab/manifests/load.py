@@ -96,7 +96,7 @@ def check(
     return mesh, problems.errors
 
 
-def lab_name(path: Path) -> str:
+def lab_name(path: str | Path) -> str:
     """A name for a lab made of a file's or directory's name: lower case letters, digits and ``-``."""
     base = os.path.basename(os.path.realpath(path))
     stem = re.sub(r"\.ya?ml$", "", base)
