@@ -104,9 +104,14 @@ def of_mesh(
     told = explaining.predict(world, test, why=why)
     others: tuple[Counterfactual, ...] = ()
     if changes:
-        from lab import whatif
 
-        others = whatif.counterfactuals(world, test, told)
+        def flipping() -> tuple[Counterfactual, ...]:
+            from lab import whatif
+
+            return whatif.counterfactuals(world, test, told)
+
+        # They are made of other meshes, which no key of the world's stands for.
+        others = kept(f"changes {backend} {question}", flipping) if kept else flipping()
     return Explained(told.verdict, told.journeys, told.questions, counterfactuals=others)
 
 
