@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -258,6 +257,8 @@ def live_rules(lab: str, place: str, backend: str) -> RuleSet:
 
 
 def _run(command: Sequence[str]) -> str:
+    import subprocess
+
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:

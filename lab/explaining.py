@@ -13,7 +13,6 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from lab.errors import InputError
-from lab.explain import iptables_save, nft_text
 from lab.explain.flow import ClientTls, Request
 from lab.explain.journey import Journey, follow
 from lab.explain.packet import Family, Host, Packet
@@ -354,6 +353,7 @@ class MeshWorld:
         dns = [a for a in (fabric.dns, fabric.dns6) if a]
         discovery = [a for a in (fabric.discovery, fabric.discovery6) if a]
         own = (fabric.gateway, *dns, *discovery)
+        from lab.explain import nft_text
         from lab.fabric.services import nft_document, virtual_ports
 
         ports = virtual_ports(self.mesh)
@@ -643,7 +643,7 @@ def pod_rules(mesh: Mesh, pod: Pod, backend: Backend = "auto") -> RuleSet:
     Raises:
         InputError: init would refuse its settings.
     """
-    from init import native, restore, rules
+    from init import restore, rules
     from init.config import from_flags, validate
     from init.environment import local_address
     from init.errors import InitError
@@ -665,6 +665,9 @@ def pod_rules(mesh: Mesh, pod: Pod, backend: Backend = "auto") -> RuleSet:
             )
         validate(config, parsed.text("force-iptables-binary"))
         if backend == "native-nft":
+            from init import native
+            from lab.explain import nft_text
+
             return nft_text.parse(native.script(native.build(config)), "init", canonical=True)
         both = rules.build(config)
     except InitError as error:
@@ -677,6 +680,8 @@ def pod_rules(mesh: Mesh, pod: Pod, backend: Backend = "auto") -> RuleSet:
 @lru_cache(maxsize=64)
 def _parsed(document: str, family: Family, backend: RuleBackend | None) -> RuleSet:
     """Most pods of a mesh have the same rules."""
+    from lab.explain import iptables_save
+
     return iptables_save.parse(document, family, "init", backend, canonical=True)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
-from urllib.parse import parse_qsl
 
 from lab.explain.flow import Request
 from lab.explain.listener import Passed
@@ -142,9 +141,10 @@ def matches(match: Json, request: Request) -> bool | str:
             return answer or f"header {header.get('name')}: it does not match"
     if match.get("grpc") is not None and not request.grpc:
         return "only gRPC requests"
-    parameters = dict(parse_qsl(query, keep_blank_values=True))
     for wanted in match.get("query_parameters", ()):
-        value = parameters.get(str(wanted.get("name")))
+        from urllib.parse import parse_qsl  # few routes ask for parameters, and every prediction would read it
+
+        value = dict(parse_qsl(query, keep_blank_values=True)).get(str(wanted.get("name")))
         if wanted.get("present_match") is not None or "string_match" not in wanted:
             if (value is not None) != (wanted.get("present_match", True) is not False):
                 return f"query parameter {wanted.get('name')}"
