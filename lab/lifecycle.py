@@ -61,6 +61,7 @@ class Lab:
         timeout: float = TIMEOUT,
         detach: bool = False,
         runtime: str = "netns",
+        temporary: bool = False,
     ) -> Lab:
         """Brings a lab up and returns when all of it is ready.
 
@@ -72,6 +73,7 @@ class Lab:
             timeout: how long it may take, in seconds.
             detach: it outlives this process; otherwise it is taken down when this process ends, however that ends.
             runtime: ``netns``, or ``docker`` for pods as containers (DOCKER_HOST and SIDECARLAB_IMAGE name engine and image).
+            temporary: it is there for one run of tests, and no other run shall count on it.
 
         Raises:
             LabError: it cannot be; what had been made is gone again.
@@ -79,7 +81,15 @@ class Lab:
         """
         _need_root()
         _need_files()
-        process = _launch({"backend": iptables, "timeout": timeout, "detach": detach, **_runtime(runtime)})
+        process = _launch(
+            {
+                "backend": iptables,
+                "timeout": timeout,
+                "detach": detach,
+                "temporary": temporary,
+                **_runtime(runtime),
+            }
+        )
         try:
             known = mesh() if callable(mesh) else mesh
             known = _with_files(known if name is None else replace(known, name=name))

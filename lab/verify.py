@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,7 +91,7 @@ def verify(
 
     if proof == "predicted":
         return _predicted(what, only, backend)
-    with _lab(what, only, backend, log, runtime, progress) as (lab, mesh), alone(lab.name, log):
+    with _lab(what, only, backend, log, runtime, progress) as (lab, mesh):
         tests = runner.select(mesh.tests, only)
         progress(f"{lab.name}: {len(tests)} tests")
         verdicts = runner.run_tests(lab.name, mesh, tests)
@@ -126,16 +126,20 @@ def alone(name: str, log: Callable[[str], None]) -> Iterator[None]:
     try:
         lock = open(paths.run_dir(name) / "verify.lock", "w")  # noqa: SIM115  (closed below)
     except FileNotFoundError:
-        raise InputError(
-            f'lab "{name}" is gone', why="another process took it down", next_step="See `lab ls`"
-        ) from None
+        raise _gone(name) from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             log(f"another run of flows in {name} is under way; this one waits for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.fstat(lock.fileno()).st_nlink == 0:
+            raise _gone(name)
         yield
+
+
+def _gone(name: str) -> InputError:
+    return InputError(f'lab "{name}" is gone', why="another process took it down", next_step="See `lab ls`")
 
 
 @contextmanager
@@ -149,7 +153,8 @@ def _lab(
 ) -> Iterator[tuple[lifecycle.Lab, Mesh]]:
     from lab.probe import runner
 
-    up = [lab.name for lab in record.list_labs() if lab.state == "running"]
+    running = {lab.name: lab for lab in record.list_labs() if lab.state == "running"}
+    up = list(running)
     if not what and len(up) != 1:
         raise InputError(
             "which lab?" if up else "nothing to verify",
@@ -164,22 +169,58 @@ def _lab(
                     f'lab "{name}" has crashed', why="its process is gone", next_step=f"Run `lab down {name}`"
                 )
             raise InputError(f'no lab and no file is called "{name}"', next_step="See `lab ls`, or give a FILE")
-        yield lifecycle.attach(name), lifecycle.stored_mesh(name)
+        lab, mesh = lifecycle.attach(name), lifecycle.stored_mesh(name)
+        with alone(name, log):
+            yield lab, mesh
         return
     mesh = mesh_of(what)
     runner.select(mesh.tests, only)  # nothing to run is said before anything is made
-    stored = _stored_manifests(mesh.name) if mesh.name in up else None
-    if stored is not None:
+    known = running.get(mesh.name)
+    if known is not None and not known.temporary:
+        stored = _stored_manifests(mesh.name)
         if stored == sorted(Path(file).read_bytes() for file in mesh.files):
-            yield lifecycle.attach(mesh.name), mesh
+            lab = lifecycle.attach(mesh.name)
+            with alone(mesh.name, log):
+                yield lab, mesh
             return
         # The running lab is somebody's: these manifests get a lab of their own beside it.
-        mesh = replace(mesh, name=_free_name(mesh.name))
-        log(f"a lab of that name runs other manifests; this one is called {mesh.name}")
+        if stored is not None:
+            mesh = _beside(mesh, mesh.name, "a lab of that name runs other manifests", log)
     progress(f"{mesh.name}: up, {len(mesh.pods)} pods")
-    with lifecycle.running(mesh, iptables=backend, runtime=runtime) as lab:
+    lab = _brought_up(mesh, backend, runtime, log)
+    mesh = replace(mesh, name=lab.name)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(alone(lab.name, log))
+        except BaseException:
+            lab.down()
+            raise
+        stack.callback(lab.down)  # before others may have it: who waits for this lab shall find that it is gone
         yield lab, mesh
-        progress(f"{mesh.name}: down")
+    progress(f"{mesh.name}: down")
+
+
+def _brought_up(mesh: Mesh, backend: str, runtime: str, log: Callable[[str], None]) -> lifecycle.Lab:
+    """A lab for this run alone. One that another run brought up goes with that run, so this one takes another name."""
+    wanted = mesh.name
+    while True:
+        if _is_anothers(mesh.name):
+            mesh = _beside(mesh, wanted, "another run of tests has a lab of that name", log)
+        try:
+            return lifecycle.Lab.up(mesh, iptables=backend, runtime=runtime, temporary=True)
+        except InputError:
+            if not _is_anothers(mesh.name):  # else both began at the same moment, and the other one was faster
+                raise
+
+
+def _is_anothers(name: str) -> bool:
+    return any(lab.name == name and lab.temporary and lab.state == "running" for lab in record.list_labs())
+
+
+def _beside(mesh: Mesh, wanted: str, why: str, log: Callable[[str], None]) -> Mesh:
+    mesh = replace(mesh, name=_free_name(wanted))
+    log(f"{why}; this one is called {mesh.name}")
+    return mesh
 
 
 def _stored_manifests(name: str) -> list[bytes] | None:

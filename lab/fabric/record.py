@@ -43,7 +43,8 @@ Entry = Mapping[str, object]
 class LabInfo:
     """One lab on this machine. ``running``: its supervisor lives; ``crashed``: only its remains do.
 
-    ``created`` is in seconds since the epoch; ``id`` is empty and ``pid`` 0 where the record does not tell.
+    ``created`` is in seconds since the epoch; ``id`` is empty and ``pid`` 0 where the record does not tell. ``temporary``: it
+    lasts as long as one run of tests, which brought it up.
     """
 
     name: str
@@ -52,6 +53,7 @@ class LabInfo:
     state: Literal["running", "crashed"]
     pid: int = 0
     created: float = 0.0
+    temporary: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +97,11 @@ class Record:
         return {paths.ENV_MARK: self.id}
 
     @classmethod
-    def create(cls, name: str, lab_id: str = "") -> Record:
+    def create(cls, name: str, lab_id: str = "", *, temporary: bool = False) -> Record:
         """Claims ``name`` for a new lab whose supervisor is the calling process.
 
         The remains of a crashed lab of that name are taken down first. ``lab_id`` (see `new_id`) is for a caller that
-        has started marked processes before.
+        has started marked processes before. ``temporary``: see `LabInfo`.
 
         Raises:
             InputError: a lab of that name is running, or this process may not make one.
@@ -109,14 +111,14 @@ class Record:
         for _ in range(10):
             with _root_lock() as root:
                 if not (root / name).exists():
-                    return cls._create(name, lab_id or new_id())
+                    return cls._create(name, lab_id or new_id(), temporary)
                 _refuse_running(_info(name))
             down(name, 10.0)
         why = "others keep claiming it"
         raise LabError(f'lab "{name}" could not be claimed', str(paths.run_dir(name)), why, "Give another --name.")
 
     @classmethod
-    def _create(cls, name: str, lab_id: str) -> Record:
+    def _create(cls, name: str, lab_id: str, temporary: bool) -> Record:
         directory = paths.run_dir(name)
         try:
             directory.mkdir(mode=0o755)
@@ -125,7 +127,7 @@ class Record:
             record = cls(name, lab_id, _open_record(name, os.O_CREAT | os.O_EXCL))
             me = ProcessId.of(os.getpid())
             assert me is not None
-            record.add("lab", name=name, id=lab_id, boot=_boot_id(), created=time.time())
+            record.add("lab", name=name, id=lab_id, boot=_boot_id(), created=time.time(), temporary=temporary)
             record.add("supervisor", pid=me.pid, starttime=me.starttime)
             paths.netns_dir(name).mkdir(mode=0o755)
         except OSError as e:
@@ -573,7 +575,8 @@ def _supervisor(entries: list[Entry]) -> ProcessId | None:
 def _info(name: str) -> LabInfo:
     entries = _entries(name)
     supervisor = _supervisor(entries)
-    created = next((e.get("created") for e in entries if e.get("kind") == "lab"), 0.0)
+    own: Entry = next((e for e in entries if e.get("kind") == "lab"), {})
+    created = own.get("created", 0.0)
     return LabInfo(
         name=name,
         id=_id(name, entries),
@@ -581,6 +584,7 @@ def _info(name: str) -> LabInfo:
         state="running" if supervisor is not None and supervisor.alive() else "crashed",
         pid=supervisor.pid if supervisor is not None else 0,
         created=float(created) if isinstance(created, int | float) else 0.0,
+        temporary=own.get("temporary") is True,
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Options:
     """``backend`` is what ``--iptables`` takes, ``timeout`` how long it may take in seconds.
 
-    ``detach``: the lab outlives whoever started it. ``runtime``: ``netns``, or ``docker`` for pods as containers of the
+    ``detach``: the lab outlives whoever started it; ``temporary``: it is there for one run of tests. ``runtime``: ``netns``, or ``docker`` for pods as containers of the
     engine at ``engine``, with ``image`` as ours.
     """
 
@@ -19,3 +19,4 @@ class Options:
     runtime: str = "netns"
     engine: str = ""
     image: str = ""
+    temporary: bool = False

@@ -114,7 +114,7 @@ async def _run(
     _warm_up()
     try:
         mesh = await _unless_ended(leash.ended, leash.mesh)
-        known = Record.create(mesh.name, lab_id)
+        known = Record.create(mesh.name, lab_id, temporary=options.temporary)
     except BaseException as e:  # there is no lab yet: the zygote is all that there is
         await zygote.stop()
         if isinstance(e, _Interrupted):

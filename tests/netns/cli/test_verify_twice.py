@@ -1,0 +1,83 @@
+"""`lab verify` of the same manifests by two users at the same time."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from lab import verify
+from lab.errors import InputError
+from lab.fabric import paths, record
+
+pytestmark = [pytest.mark.root, pytest.mark.timeout(180)]
+
+MANIFESTS = """
+apiVersion: v1
+kind: Pod
+metadata: {name: web, namespace: shop, labels: {app: web}}
+spec: {containers: [{name: app, ports: [{containerPort: 9000, name: tcp}]}]}
+---
+apiVersion: v1
+kind: Pod
+metadata: {name: till, namespace: shop}
+spec: {containers: [{name: app, ports: [{containerPort: 9000, name: tcp}]}]}
+---
+apiVersion: v1
+kind: Service
+metadata: {name: web, namespace: shop}
+spec: {selector: {app: web}, ports: [{name: tcp, port: 9000}]}
+---
+apiVersion: sidecarlab.dev/v1alpha1
+kind: TrafficTest
+metadata: {name: till-reaches-web}
+spec:
+  from: {pod: till.shop}
+  to: {host: web.shop, port: 9000, protocol: tcp}
+  expect: {outcome: {result: ok}}
+"""
+
+
+def test_each_run_has_a_lab_of_its_own(tmp_path: Path) -> None:
+    name = f"slt-{os.getpid()}-twice"
+    file = tmp_path / f"{name}.yaml"
+    file.write_text(MANIFESTS)
+    command = [sys.executable, "-m", "lab", "verify", "--json", str(file)]
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    told = [(*run.communicate(timeout=120), run.returncode) for run in runs]
+    assert [code for _, _, code in told] == [0, 0, 0], told
+    labs = {json.loads(out)["lab"]: errors for out, errors, _ in told}
+    assert set(labs) == {name, f"{name}-2", f"{name}-3"}
+    for lab, errors in labs.items():
+        assert (f"a lab of that name; this one is called {lab}\n" in errors) == (lab != name)
+    assert not {lab.name for lab in record.list_labs()} & set(labs)
+
+
+def test_who_waited_for_a_lab_that_is_down_then_is_told_that_it_is_gone() -> None:
+    name = f"slt-{os.getpid()}-waits"
+    directory = paths.run_dir(name)
+    directory.mkdir(parents=True)
+    waits: queue.Queue[str] = queue.Queue()
+    ended: queue.Queue[str] = queue.Queue()
+
+    def second() -> None:
+        try:
+            with verify.alone(name, waits.put):
+                ended.put("alone with a lab that is gone")
+        except InputError as error:
+            ended.put(str(error))
+
+    with verify.alone(name, waits.put):
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert "this one waits for it" in waits.get(timeout=30)
+        shutil.rmtree(directory)
+    assert ended.get(timeout=30).startswith(f'lab "{name}" is gone')
+    thread.join()
