@@ -26,6 +26,7 @@ from lab.explain.xds import Config
 from lab.verdict import From, To, Verdict
 
 if TYPE_CHECKING:
+    from agent.dns.table import LookupTable
     from lab.discovery.snapshot import Resources
     from lab.fabric.zone import Zone
     from lab.manifests.model import ExternalHost, FlowTo, Mesh, Pod, TrafficTest
@@ -582,11 +583,13 @@ class MeshWorld:
         """IPv4 and IPv6 addresses of a name that the agent knows itself; None if it does not."""
         from agent.dns.table import ProxyNames, build_table, wire_name
 
-        if pod.name not in self._tables:
+        def build() -> LookupTable:
             domain = f"{pod.meta.namespace}.svc.{self.mesh.domain_suffix}"
             names = ProxyNames(pod.meta.namespace, domain, self.search(pod.name))
-            self._tables[pod.name] = build_table(self._push.resources(pod).name_table, names)
-        found = self._tables[pod.name].lookup(wire_name(name) or b"\0")
+            return build_table(self._push.resources(pod).name_table, names)
+
+        table: LookupTable = self._kept(f"names {pod.name}", build)
+        found = table.lookup(wire_name(name) or b"\0")
         if found is None:
             return None
         return _addresses(found.ipv4), _addresses(found.ipv6)
@@ -594,10 +597,6 @@ class MeshWorld:
     @cached_property
     def _push(self) -> _Push:
         return _Push(self.mesh)
-
-    @cached_property
-    def _tables(self) -> dict[str, Any]:
-        return {}
 
     def _captures_dns(self, pod: Pod) -> bool:
         from lab.manifests.injection import init_env
