@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lab.errors import InputError
 from lab.explain.flow import ClientTls, Request
-from lab.explain.journey import Journey, follow
+from lab.explain.journey import Journey, follow, rejected, silent
 from lab.explain.packet import Family, Host, Packet
 from lab.explain.predict import Flow, Question, verdict
 from lab.explain.ruleset import Backend as RuleBackend
@@ -28,6 +28,7 @@ from lab.verdict import From, To, Verdict
 if TYPE_CHECKING:
     from agent.dns.table import LookupTable
     from lab.discovery.snapshot import Resources
+    from lab.fabric.plan import Router
     from lab.fabric.zone import Zone
     from lab.manifests.model import ExternalHost, FlowTo, Mesh, Pod, TrafficTest
 
@@ -35,7 +36,7 @@ Backend = Literal["auto", "legacy", "nft", "native-nft"]
 
 APP_UID, PROXY_UID = 1000, 1337
 DNS_PORT = 15053
-NODE = "node"
+NODE, OUTSIDE = "node", "outside"
 TPROXY_MARK = 1337
 _NODE_INTERFACE = "pods"
 _DNS_TYPES = {"A": 1, "CNAME": 5, "PTR": 12, "MX": 15, "TXT": 16, "AAAA": 28, "SRV": 33}
@@ -112,6 +113,14 @@ def _crafted(journey: Journey, flags: frozenset[str], spoofed: bool) -> Journey:
     result: Result = "no-answer"
     if journey.reached is None or journey.result in ("unreachable", "no-answer"):
         result = "no-answer" if journey.result in ("timeout", "no-answer") else journey.result
+        transit = journey.transit
+        if (
+            transit is not None
+            and transit.fate is not None
+            and transit.fate.end == "rejected"
+            and result == "no-answer"
+        ):
+            result = "unreachable"  # raw sockets hear of what no UDP socket is told
     elif journey.packet.proto != 6:
         result = "ok" if listening or journey.packet.proto in (1, 58) else "refused"
     elif "RST" in flags:
@@ -238,8 +247,6 @@ class MeshWorld:
         self._envoys: dict[str, Config | None] = {}
         self._pods = {p.name: p for p in mesh.pods}
         self.pod_names = frozenset(self._pods)
-        self._owners = {ip: p.name for p in mesh.pods for ip in p.ips}
-        self._owners |= {a: f"ext-{h.meta.name}" for h in mesh.external_hosts for a in h.addresses}
 
     def _keep(self, key: str, make: Callable[[], Any]) -> Any:
         if key not in self._own:
@@ -252,6 +259,19 @@ class MeshWorld:
         return any(container.command for pod in self.mesh.pods for container in pod.containers)
 
     # --- places -----------------------------------------------------------------------------
+
+    @cached_property
+    def _routers(self) -> tuple[Router, Router]:
+        from lab.fabric.plan import routers
+
+        return routers(self.mesh)
+
+    @cached_property
+    def _owners(self) -> dict[str, str]:
+        """The place of each address that the node forwards to."""
+        found = dict.fromkeys(self._routers[1].addresses, OUTSIDE)
+        found |= {a: f"ext-{h.meta.name}" for h in self.mesh.external_hosts for a in h.addresses}
+        return found | {ip: p.name for p in self.mesh.pods for ip in p.ips}
 
     def start(self, test: TrafficTest) -> str:
         """The place where a flow begins. Raises InputError."""
@@ -284,6 +304,9 @@ class MeshWorld:
     def _make(self, name: str) -> Place:
         if name == NODE:
             return self._node()
+        if name == OUTSIDE:
+            addresses = self._routers[1].addresses
+            return Place(OUTSIDE, Host({"lo": ("127.0.0.1", "::1", *addresses)}), addresses=addresses, listening={})
         pod = self._pods.get(name)
         if pod is not None:
             return self._pod(pod)
@@ -350,19 +373,23 @@ class MeshWorld:
         return Place(f"ext-{host.meta.name}", Host(addresses), addresses=host.addresses, listening=listening)
 
     def _node(self) -> Place:
-        fabric = self.mesh.fabric
-        dns = [a for a in (fabric.dns, fabric.dns6) if a]
-        discovery = [a for a in (fabric.discovery, fabric.discovery6) if a]
-        own = (fabric.gateway, *dns, *discovery)
         from lab.explain import nft_text
-        from lab.fabric.services import nft_document, virtual_ports
+        from lab.fabric import plan, services
 
-        ports = virtual_ports(self.mesh)
-        rules = nft_text.parse(nft_document(ports, {4: fabric.gateway}), "services") if ports else RuleSet()
+        node, outside = self._routers
+        document = services.nft_document(
+            services.virtual_ports(self.mesh), node.sources, plan.beyond(self.mesh, outside)
+        )
+        rules = nft_text.parse(document, "services")
         listening: dict[tuple[int, int], Speaks] = {(17, 53): "dns", (6, 53): "dns"}
         listening |= {(6, port): "grpc" for port in (15010, 15012)}
-        host = Host({"lo": ("127.0.0.1", "::1", *own)}, uplink=_NODE_INTERFACE, forwarding=True)
-        return Place(NODE, host, rules, own, listening)
+        host = Host(
+            {"lo": ("127.0.0.1", "::1", *node.addresses)},
+            ways={ip: _NODE_INTERFACE for pod in self.mesh.pods for ip in pod.ips},
+            uplink=OUTSIDE,
+            forwarding=True,
+        )
+        return Place(NODE, host, rules, node.addresses, listening)
 
     def envoy(self, name: str) -> Config | None:
         if name not in self._envoys:
@@ -380,7 +407,7 @@ class MeshWorld:
     # --- between places ---------------------------------------------------------------------
 
     def transit(self, packet: Packet, source: str) -> tuple[Transit, ...]:
-        """Through the node: its services may translate or reject, its routes know pods and external hosts alone."""
+        """Through the node: its rules translate what is for a service, and reject what nobody has or serves."""
         arriving = packet._replace(
             iif=_NODE_INTERFACE, oif="", tracked=False, zone=None, snat_done=False, dnat_done=False, snat=False,
             dnat=False, original=None, mark=0, ctmark=0, uid=None, gid=None,
@@ -388,33 +415,33 @@ class MeshWorld:
         return tuple(self._carried(fate, packet, source) for fate in self.walker(NODE).receive(arriving))
 
     def _carried(self, fate: Fate, packet: Packet, source: str) -> Transit:
-        silent: Result = "timeout" if packet.proto == 6 else "no-answer"
-        now = fate.packet
-        if fate.end == "rejected":
-            result: Result = "refused" if fate.why in ("tcp-reset", "icmp-port-unreachable") else "unreachable"
-            return Transit(None, now, result, fate, fate.chance, fate.why)
+        now, chance = fate.packet, fate.chance
+        target = NODE if fate.end == "delivered" else self._owners.get(now.dst)
+        cut = self._cut(source, target)
+        if cut:
+            return Transit(None, now, silent(packet), fate, chance, cut)
+        if fate.end in ("rejected", "dropped"):
+            why = fate.why if target is not None else f"nothing has the address {now.dst}: {fate.why}"
+            return Transit(None, now, rejected(fate, packet, local=False), fate, chance, why)
         if fate.end == "undecided":
-            return Transit(None, now, "unknown", fate, fate.chance, fate.why)
-        if fate.end == "dropped":
-            return Transit(None, now, silent, fate, fate.chance, fate.why)
-        if fate.end == "delivered":
-            return Transit(NODE, now, None, fate, fate.chance)
-        target = self._owners.get(now.dst)
-        if target is None:
-            why = f"nothing has the address {now.dst}"
-            # A UDP socket is not told: "host unreachable" is no fatal error to it (linux: net/ipv4/icmp.c, icmp_err_convert).
-            return Transit(None, now, "no-answer" if now.proto == 17 else "unreachable", fate, fate.chance, why)
-        if self._is_cut(source, target):
-            return Transit(None, now, silent, fate, fate.chance, f"the link between {source} and {target} is cut")
-        return Transit(target, now, None, fate, fate.chance)
+            return Transit(None, now, "unknown", fate, chance, fate.why)
+        assert target is not None  # the node's rules let nothing else out
+        return Transit(target, now, None, fate, chance)
 
-    def _is_cut(self, one: str, other: str) -> bool:
-        names = {one.removeprefix("ext-"), other.removeprefix("ext-")}
+    def _cut(self, source: str, target: str | None) -> str:
+        """Says which cut Link drops what ``source`` sends to ``target`` (None: nobody); empty if none does.
+
+        One between all places takes what routers forward, and not what is for the router itself (lab.fabric.links).
+        """
+        router = NODE if source in self._pods else OUTSIDE
+        names = {name if name in self._pods else name.removeprefix("ext-") for name in (source, target) if name}
         for link in self.mesh.links:
             ends = {_place_name(end) for end in link.between}
-            if link.cut and (ends == names or ("*" in ends and (ends - {"*"}) & names)):
-                return True
-        return False
+            if not link.cut:
+                continue
+            if ends == names or ("*" in ends and ends & names) or (ends == {"*"} and target != router):
+                return f"the link between {source} and {target or 'all others'} is cut"
+        return ""
 
     # --- names ------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 """``lab trace``: one real flow in a running lab, and every hop of it with its evidence.
 
 The flow is sent and judged by the machinery of ``lab verify`` (`lab.probe.runner`); what is added is asked of the same observer and
-of the proxies' own configuration. Nothing is planted: the observer of each pod runs as long as the lab does, and driver and judge
-are processes that end with the channel to this one, however it ends.
+of the proxies' own configuration. Nothing stays planted: the observer of each pod runs as long as the lab does, packets report the
+node's rules as long as the connection to the observer lasts, and driver and judge are processes that end with the channel to
+this one, however it ends.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from lab.fabric import paths
 from lab.probe import hops as told
 from lab.probe import join, names, runner
 from lab.probe.ground import open_ground
+from lab.trace.rules import Listing
 from lab.verify import alone
 
 if TYPE_CHECKING:
@@ -87,7 +89,7 @@ def trace(name: str, question: Question, *, timeout: float, log: Callable[[str],
 
 
 async def _trace(name: str, mesh: Mesh, test: TrafficTest) -> Traced:
-    ground = await open_ground(name, mesh, [test.flow_from])
+    ground = await open_ground(name, mesh, [test.flow_from], trace_node=True)
     try:
         began = time.monotonic()
         facts = await runner.gather(ground, test)
@@ -106,9 +108,13 @@ async def _more(name: str, ground: Ground, facts: Facts) -> More:
     on = None
     if flow is not None and facts.test.to.protocol not in ("dns", "dns-tcp"):
         captured = join.translate(facts.outbound, flow, facts.listing, facts.addresses, "output").captured
-        on = join.onward(facts.line, flow, captured)
+        tried = join.tried(facts.line) if captured else None
+        on = join.onward(facts.line, flow, captured) or next(
+            (seen.flow for seen in facts.wire or () if (seen.flow.dst, seen.flow.dport) == tried), None
+        )
     far = facts.far
     to_app = join.onward(far.line, None, True) if far and far.line else None
+    node = await _seen(ground, paths.NODE if paths.NODE in ground.observed else None, on)
     client, server = await asyncio.gather(
         asyncio.to_thread(_config, ground.mesh, name, facts.place),
         asyncio.to_thread(_config, ground.mesh, name, far.pod if far and far.line else None),
@@ -117,7 +123,8 @@ async def _more(name: str, ground: Ground, facts: Facts) -> More:
         names=names.of(ground.mesh),
         course=await ground.observer.flow(here, flow.proto, flow.src, flow.sport) if here and flow else None,
         questions=[await _seen(ground, here, join.query_flow(query)) for query in facts.sent.queries[:-1]],
-        node=await _seen(ground, paths.NODE if paths.NODE in ground.observed else None, on),
+        node=node,
+        node_rules=await ground.listing(paths.NODE, node.packets) if node is not None else Listing(),
         app=await _seen(ground, far.pod if far and far.pod in ground.observed else None, to_app),
         client=client,
         server=server,

@@ -136,6 +136,9 @@ _ERRORS = {
     "icmp6-adm-prohibited": "Permission denied",
 }
 
+_NOT_FATAL = frozenset(("icmp-net-unreachable", "icmp-host-unreachable", "icmp6-no-route", "icmp6-addr-unreachable"))
+"""Answers that a UDP socket is not told of (linux: the same tables)."""
+
 
 def _unreachable(fate: Fate | None) -> str:
     """The error of a connection that is unreachable (linux: icmp_err_convert, net/ipv6/icmp.c: tab_unreach)."""
@@ -144,15 +147,23 @@ def _unreachable(fate: Fate | None) -> str:
     return _ERRORS.get(fate.why, "No route to host") if fate.end == "rejected" else "Operation not permitted"
 
 
+def silent(packet: Packet) -> Result:
+    """What a sender makes of hearing nothing."""
+    return "timeout" if packet.proto == 6 else "no-answer"
+
+
 def rejected(fate: Fate, packet: Packet, *, local: bool) -> Result:
     """What a sender hears of a packet that was dropped or rejected (linux: net/ipv4/icmp.c icmp_err_convert)."""
-    silent: Result = "timeout" if packet.proto == 6 else "no-answer"
     if fate.end == "dropped":
         # A packet of one's own that is dropped is an error of send(2): EPERM.
-        return "unreachable" if local and fate.passes and fate.passes[-1].hook in ("output", "postrouting") else silent
+        return (
+            "unreachable"
+            if local and fate.passes and fate.passes[-1].hook in ("output", "postrouting")
+            else silent(packet)
+        )
     if fate.why in ("tcp-reset", "icmp-port-unreachable", "icmp6-port-unreachable", "icmp-proto-unreachable"):
         return "refused"
-    return "unreachable"
+    return silent(packet) if packet.proto == 17 and fate.why in _NOT_FATAL else "unreachable"
 
 
 def _arrive(world: World, journey: Journey, payload: Payload, why: bool, depth: int) -> Iterator[Journey]:

@@ -129,7 +129,8 @@ class Host(NamedTuple):
     """What is known of a network namespace, for routing and for matches that ask for it.
 
     ``addresses`` by interface, the primary one first, without prefix length; None if unknown (a dump alone).
-    ``routes`` are (network, interface), a longer network wins; what no route covers leaves by ``uplink``.
+    ``routes`` are (network, interface), a longer network wins; ``ways`` are routes to one address each, which win over these;
+    what no route covers leaves by ``uplink``.
     ``sets`` are the members of ipsets and nft sets known by name: addresses, networks or ports as text.
     ``listeners`` are (protocol number, port) of sockets that a TPROXY rule can find; None: whatever is looked for.
     ``local_marks`` are packet marks that policy routing delivers here (``ip rule fwmark`` to a table with ``local``).
@@ -143,6 +144,7 @@ class Host(NamedTuple):
     listeners: frozenset[tuple[int, int]] | None = None
     local_marks: frozenset[int] = frozenset()
     broadcasts: frozenset[str] = frozenset()
+    ways: Mapping[str, str] = NOTHING
 
     def is_local(self, address: str) -> bool | None:
         """Whether packets to an address are delivered here; None if nothing is known of the addresses."""
@@ -156,6 +158,8 @@ class Host(NamedTuple):
         """The interface by which a packet with a mark to an address leaves."""
         if self.is_local(address) or mark in self.local_marks:
             return "lo"
+        if address in self.ways:
+            return self.ways[address]
         best, length = self.uplink, -1
         for network, interface in self.routes:
             found = _network(network)

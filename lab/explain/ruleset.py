@@ -116,7 +116,7 @@ class UnknownAction(NamedTuple):
 
 
 class VerdictMap(NamedTuple):
-    """nftables ``vmap``: the first entry that fits decides; without one the rule goes on."""
+    """nftables ``vmap``: the first entry that fits decides; without one the rule does not match."""
 
     entries: tuple[tuple[tuple[Condition, ...], Verdict | Jump | UnknownAction], ...]
 

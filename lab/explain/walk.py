@@ -477,8 +477,13 @@ class _Walk:
                     failed = tuple((doubt.reason, "assumed not") for doubt in found)
                     unmatched = unmatched.seen(Step(table, chain.name, base, rule, False, "", failed))
                 results.append((unmatched, None))
-            for after, rest, control in self._actions(table, base, rule, run, now):
-                if rest is None:
+            for after, rest, control in self._actions(base, rule, run, now):
+                if control is _MISSED:
+                    if self.why:
+                        failed = ((rule.text, f"no element for {after.packet.shown()}"),)
+                        after = after.seen(Step(table, chain.name, base, rule, False, "", failed))
+                    results.append((after, None))
+                elif rest is None:
                     results.append((after.seen(Step(table, chain.name, base, rule, True, _word(control))), control))
                     if isinstance(control, _Ended):
                         results[-1] = (after, control._replace(course=results[-1][0]))
@@ -487,7 +492,7 @@ class _Walk:
         return results
 
     def _actions(
-        self, table: Table, base: Base, rule: Rule, index: int, course: _Course
+        self, base: Base, rule: Rule, index: int, course: _Course
     ) -> Iterator[tuple[_Course, int | None, _Control]]:
         """Does a rule's actions from ``index`` on. A number in the result: a condition comes there, still to be asked."""
         now = course
@@ -501,10 +506,7 @@ class _Walk:
                 continue
             if isinstance(part, VerdictMap):
                 for after, control in self._vmap(part, now):
-                    if control is None:
-                        yield from self._actions(table, base, rule, index, after)
-                    else:
-                        yield after, None, control
+                    yield after, None, control
                 return
             if isinstance(part, Spread):
                 for share, action in part.actions:
@@ -533,6 +535,7 @@ class _Walk:
         yield now, None, None
 
     def _vmap(self, part: VerdictMap, course: _Course) -> Iterator[tuple[_Course, _Control]]:
+        """Without an element for the packet the rule does not match (linux: net/netfilter/nft_lookup.c, NFT_BREAK)."""
         for conditions, action in part.entries:
             answers = [c.check(course.packet, self.host) for c in conditions]
             if any(answer is False for answer in answers):
@@ -544,7 +547,7 @@ class _Walk:
             yield matched, _control(action, matched)
             if not found:
                 return
-        yield course, None
+        yield course, _MISSED
 
     def _tproxy(self, part: Tproxy, course: _Course) -> tuple[_Course, None, _Control] | None:
         """None where a socket takes the packet."""
@@ -566,6 +569,9 @@ class _Walk:
 
 _Callers = tuple[tuple[Chain, int], ...]
 _Control = Verdict | Jump | _Ended | None
+
+_MISSED = Jump("")
+"""What a verdict map gives that has no element for the packet."""
 
 _NOWHERE = "the interface has no address to redirect to"
 

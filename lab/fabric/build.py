@@ -146,7 +146,7 @@ def _router_requests(me: Router, other: Router, ipv6: bool, other_mac: str) -> l
 
 
 def _no_way_back(ipv6: bool) -> list[netlink.Request]:
-    """What the node sends out and nobody has is unreachable, said at once; it would else go to and fro."""
+    """What nobody has is unreachable here, and does not go to and fro: what the node itself sends, which no rule of its rejects."""
     requests = []
     for family in (socket.AF_INET, socket.AF_INET6) if ipv6 else (socket.AF_INET,):
         uplink = UPLINKS[paths.OUTSIDE]
@@ -219,15 +219,15 @@ def _apply_rules(plan: Plan, record: Record, backend: netfilter.Backend | None) 
     for router in (plan.node, plan.outside):
         namespaces.enter(paths.netns_path(record.name, router.name))
         chosen = backend or netfilter.backend()
-        own = {4: router.own4, 6: router.own6} if plan.ipv6 else {4: router.own4}
+        own = router.sources
         with_services = router.name == paths.NODE
         if chosen == "nft":
-            documents = [services.nft_document(plan.services, own)] if with_services else []
+            documents = [services.nft_document(plan.services, own, plan.beyond)] if with_services else []
             netfilter.apply_nft("".join([*documents, links.nft_document(plan.links, router.name)]))
         else:
             for version, ip in own.items():
                 if with_services:
-                    document = services.legacy_document(plan.services, version, ip)
+                    document = services.legacy_document(plan.services, version, ip, plan.beyond)
                     netfilter.apply_legacy(document, version, record.name)
                 if plan.links.drops or plan.links.classes:
                     document = links.legacy_document(plan.links, router.name, version)
@@ -314,11 +314,10 @@ def _router_settings(ipv6: bool) -> None:
         sysctl(f"net/ipv4/conf/{scope}/send_redirects", "0")  # every pod is one hop away, whatever the way back
         sysctl(f"net/ipv4/conf/{scope}/accept_redirects", "0")
         sysctl(f"net/ipv4/conf/{scope}/arp_ignore", "0")
-    sysctl("net/ipv4/icmp_ratemask", "0")  # a test may provoke many refusals; each must be told
     _ipv6_settings(ipv6)
     if ipv6:
         sysctl("net/ipv6/conf/all/forwarding", "1")
-        sysctl("net/ipv6/icmp/ratemask", "0", optional=True)  # of types, of which 0 is none
+    _every_icmp_error(ipv6)
 
 
 def _place_settings(ipv6: bool) -> None:
@@ -330,6 +329,17 @@ def _place_settings(ipv6: bool) -> None:
         sysctl(f"net/ipv4/conf/{scope}/accept_redirects", "0")
         sysctl(f"net/ipv4/conf/{scope}/route_localnet", "0")
     _ipv6_settings(ipv6)
+    _every_icmp_error(ipv6)
+
+
+def _every_icmp_error(ipv6: bool) -> None:
+    """A test may provoke many refusals; each must be told, so no type of message counts against the limits.
+
+    Both masks belong to a namespace (linux: net/ipv4/sysctl_net_ipv4.c, ipv4_net_table; net/ipv6/icmp.c, ipv6_icmp_table_template).
+    """
+    sysctl("net/ipv4/icmp_ratemask", "0")
+    if ipv6:
+        sysctl("net/ipv6/icmp/ratemask", "0", optional=True)  # of types, of which 0 is none
 
 
 def _ipv6_settings(ipv6: bool) -> None:

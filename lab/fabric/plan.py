@@ -59,10 +59,19 @@ class Router:
     own6: str
     link_local: str
 
+    @property
+    def ipv6(self) -> bool:
+        return self.own6 in self.addresses
+
+    @property
+    def sources(self) -> Mapping[int, str]:
+        """Its own address by IP version (4, and 6 if the mesh has any)."""
+        return {4: self.own4, 6: self.own6} if self.ipv6 else {4: self.own4}
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The fabric of one mesh."""
+    """The fabric of one mesh. ``beyond`` are all addresses that the node's way outside leads to."""
 
     node: Router
     outside: Router
@@ -70,6 +79,7 @@ class Plan:
     ipv6: bool
     services: tuple[services.VirtualPort, ...]
     links: links.Effects
+    beyond: tuple[str, ...]
 
     def place(self, name: str) -> Place:
         """The pod or external host called so (KeyError: there is none)."""
@@ -116,6 +126,22 @@ def plan(mesh: Mesh) -> Plan:
     ]
     places = (*pods, *hosts)
     _check(places)
+    node, outside = routers(mesh)
+    return Plan(
+        node=node,
+        outside=outside,
+        places=places,
+        ipv6=node.ipv6,
+        services=services.virtual_ports(mesh),
+        links=links.effects(
+            mesh.links, places, {h.meta.name: paths.external_place(h.meta.name) for h in mesh.external_hosts}, UPLINKS
+        ),
+        beyond=beyond(mesh, outside),
+    )
+
+
+def routers(mesh: Mesh) -> tuple[Router, Router]:
+    """The node and the outside."""
     fabric = mesh.fabric
     taken = _addresses(mesh)
     ipv6 = any(":" in a for a in taken)
@@ -123,22 +149,16 @@ def plan(mesh: Mesh) -> Plan:
     first6 = _next_free(taken, _NODES6)
     second6 = _next_free(taken, first6)
     serving = (fabric.dns, fabric.discovery, fabric.dns6, fabric.discovery6)
-    return Plan(
-        node=Router(
-            paths.NODE,
-            tuple(a for a in (fabric.gateway, first6 if ipv6 else "", *serving) if a),
-            fabric.gateway,
-            first6,
-            "fe80::1",
-        ),
-        outside=Router(paths.OUTSIDE, (second, second6) if ipv6 else (second,), second, second6, "fe80::2"),
-        places=places,
-        ipv6=ipv6,
-        services=services.virtual_ports(mesh),
-        links=links.effects(
-            mesh.links, places, {h.meta.name: paths.external_place(h.meta.name) for h in mesh.external_hosts}, UPLINKS
-        ),
+    own = (fabric.gateway, first6 if ipv6 else "", *serving)
+    return (
+        Router(paths.NODE, tuple(a for a in own if a), fabric.gateway, first6, "fe80::1"),
+        Router(paths.OUTSIDE, (second, second6) if ipv6 else (second,), second, second6, "fe80::2"),
     )
+
+
+def beyond(mesh: Mesh, outside: Router) -> tuple[str, ...]:
+    """All addresses that the node's way outside leads to."""
+    return (*outside.addresses, *(a for h in mesh.external_hosts for a in h.addresses))
 
 
 def node_interface(place: str) -> str:

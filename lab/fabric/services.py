@@ -1,4 +1,4 @@
-"""What kube-proxy does with Services, as one document for the node. Pure: no I/O.
+"""The node's rules, as one document: what kube-proxy does with Services, and no way for what nobody has. Pure: no I/O.
 
 A virtual port is one (ClusterIP, protocol, port); a packet to it goes to one of its endpoints at random. Without
 endpoints, and on a port that the ClusterIP does not have, it is rejected. The source stays, except where the chosen
@@ -7,6 +7,11 @@ Sources of the rules: kubernetes/kubernetes: pkg/proxy/nftables/proxier.go and p
 differs: kube-proxy rejects TCP, too, by ICMP, which a connecting socket takes as the same "connection refused". Over a
 veth that error arrives while connect(2) still holds the socket; the kernel then drops it and a client hears of the
 next one only, a second later. So TCP gets a reset here.
+
+What leaves by the node's way outside, where every address without a route goes, and is for nobody there is rejected as a
+router without a route does it (net unreachable; no route). The kernel's own answer has a limit, five for a sender and then one a
+second (linux: net/ipv4/route.c, ip_error), whose settings are those of the whole machine; a rule's has none here, because the
+node's icmp_ratemask takes it away.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from lab.fabric import paths
 from lab.manifests.model import EndpointAddress, Mesh, Pod, Service, ServicePort
 
 TABLE = "sidecarlab-services"
@@ -134,16 +140,18 @@ def _serves(address: EndpointAddress) -> bool:
     return bool(address.terminating) and (address.serving if address.serving is not None else address.ready)
 
 
-def nft_document(ports: Sequence[VirtualPort], node_ips: Mapping[int, str]) -> str:
+def nft_document(ports: Sequence[VirtualPort], node_ips: Mapping[int, str], outside: Sequence[str]) -> str:
     """The whole table, replacing an older one in the same transaction.
 
     Args:
         ports: what to serve.
         node_ips: the node's own address by IP version (4, 6), the source of hairpin traffic.
+        outside: all addresses that the way outside leads to.
     """
     lines = [f"table inet {TABLE}", f"delete table inet {TABLE}", f"table inet {TABLE} {{"]
     for version in (4, 6):
         lines += _sets(version, [p for p in ports if (":" in p.ip) == (version == 6)])
+        lines += _collection("set", f"outside{version}", _ADDRESS[version], _of_version(outside, version))
     for port in ports:
         if port.endpoints:
             lines += _service_chain(port)
@@ -162,8 +170,12 @@ def nft_document(ports: Sequence[VirtualPort], node_ips: Mapping[int, str]) -> s
         "  }",
         *_hook("prerouting", "nat", "prerouting", "dstnat", "jump services"),
         *_hook("output", "nat", "output", "-100", "jump services"),
-        *_hook("filter-forward", "filter", "forward", "filter", "ct state new jump unserved"),
-        *_hook("filter-output", "filter", "output", "filter", "ct state new jump unserved"),
+        "  chain unrouted {",
+        "    ip daddr != @outside4 reject with icmp net-unreachable",
+        "    ip6 daddr != @outside6 reject with icmpv6 no-route",
+        "  }",
+        *_hook("filter-forward", "filter", "forward", "filter", _UNSERVED, f'oifname "{paths.OUTSIDE}" jump unrouted'),
+        *_hook("filter-output", "filter", "output", "filter", _UNSERVED),
         "  chain postrouting {",
         "    type nat hook postrouting priority srcnat; policy accept;",
     ]
@@ -174,8 +186,16 @@ def nft_document(ports: Sequence[VirtualPort], node_ips: Mapping[int, str]) -> s
     return "\n".join([*lines, "  }", "}", ""])
 
 
+_UNSERVED = "ct state new jump unserved"
+_ADDRESS: Mapping[int, str] = {4: "ipv4_addr", 6: "ipv6_addr"}
+
+
+def _of_version(addresses: Iterable[str], version: int) -> list[str]:
+    return list(dict.fromkeys(a for a in addresses if (":" in a) == (version == 6)))
+
+
 def _sets(version: int, ports: Sequence[VirtualPort]) -> list[str]:
-    kind = "ipv4_addr" if version == 4 else "ipv6_addr"
+    kind = _ADDRESS[version]
     services = [f"{p.ip} . {p.transport} . {p.port} : goto {p.chain}" for p in ports if p.endpoints]
     hairpin = dict.fromkeys(f"{e.ip} . {e.ip}" for p in ports for e in p.endpoints)
     addresses = dict.fromkeys(p.ip for p in ports)
@@ -193,11 +213,11 @@ def _collection(kind: str, name: str, of: str, elements: Sequence[str]) -> list[
     return [*lines, "  }"]
 
 
-def _hook(chain: str, kind: str, hook: str, priority: str, rule: str) -> list[str]:
+def _hook(chain: str, kind: str, hook: str, priority: str, *rules: str) -> list[str]:
     return [
         f"  chain {chain} {{",
         f"    type {kind} hook {hook} priority {priority}; policy accept;",
-        f"    {rule}",
+        *(f"    {rule}" for rule in rules),
         "  }",
     ]
 
@@ -214,7 +234,7 @@ def _service_chain(port: VirtualPort) -> list[str]:
     ]
 
 
-def legacy_document(ports: Sequence[VirtualPort], version: int, node_ip: str) -> str:
+def legacy_document(ports: Sequence[VirtualPort], version: int, node_ip: str, outside: Sequence[str]) -> str:
     """The same for ``iptables-legacy-restore`` (or ip6tables), where the kernel has no nf_tables."""
     ports = [p for p in ports if (":" in p.ip) == (version == 6)]
     served = [p for p in ports if p.endpoints]
@@ -233,8 +253,14 @@ def legacy_document(ports: Sequence[VirtualPort], version: int, node_ip: str) ->
             target = f"[{e.ip}]:{e.port}" if version == 6 else f"{e.ip}:{e.port}"
             nat.append(f"-A {p.short_chain} -p {p.transport} {chance}-j DNAT --to-destination {target}")
     filters = ["*filter", ":INPUT ACCEPT [0:0]", ":FORWARD ACCEPT [0:0]", ":OUTPUT ACCEPT [0:0]", ":UNSERVED - [0:0]"]
+    filters.append(":UNROUTED - [0:0]")
     filters += [f"-A {chain} -m conntrack --ctstate NEW -j UNSERVED" for chain in ("FORWARD", "OUTPUT")]
+    filters.append(f"-A FORWARD -o {paths.OUTSIDE} -j UNROUTED")
     for ip in dict.fromkeys(p.ip for p in ports):
         filters.append(f"-A UNSERVED -d {ip} -p tcp -j REJECT --reject-with tcp-reset")
         filters.append(f"-A UNSERVED -d {ip} -j REJECT")
+    filters += [f"-A UNROUTED -d {ip} -j RETURN" for ip in _of_version(outside, version)]
+    filters.append(
+        f"-A UNROUTED -j REJECT --reject-with {'icmp6-no-route' if version == 6 else 'icmp-net-unreachable'}"
+    )
     return "\n".join([*nat, "COMMIT", *filters, "COMMIT", ""])

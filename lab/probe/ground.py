@@ -200,8 +200,17 @@ class LabGround(Ground):
         return await asyncio.to_thread(rules.take, paths.netns_path(self.name, place), wanted)
 
 
-async def open_ground(name: str, mesh: Mesh, sources: Iterable[FlowFrom], launched: Launched | None = None) -> Ground:
+async def open_ground(
+    name: str,
+    mesh: Mesh,
+    sources: Iterable[FlowFrom],
+    launched: Launched | None = None,
+    *,
+    trace_node: bool = False,
+) -> Ground:
     """Connects to a running lab's observer, and to driver and judge (``launched`` earlier, or now).
+
+    With ``trace_node`` packets report the node's rules too, and not only their connections, until the ground is closed.
 
     Raises:
         InputError: no such lab, or a test begins where there is nothing.
@@ -217,9 +226,9 @@ async def open_ground(name: str, mesh: Mesh, sources: Iterable[FlowFrom], launch
     try:
         observer = await Client.connect(str(files.observer_socket(name)))
         observed = set((await observer.ask(op="status"))["places"])
-        if paths.NODE not in observed:
+        if trace_node or paths.NODE not in observed:
             netns = str(paths.netns_path(name, paths.NODE))
-            await observer.ask(op="attach", place=paths.NODE, netns=netns, trace=False)
+            await observer.ask(op="attach", place=paths.NODE, netns=netns, trace=trace_node, while_connected=trace_node)
         ground = LabGround(name, mesh, crew, observer, Journal(), frozenset(observed | {paths.NODE}), mesh.fabric.dns)
         ground.routers.update((place.name, place.router) for place in plan.plan(mesh).places)
         await crew.ready()

@@ -89,7 +89,8 @@ class More:
     """What a trace asks for beyond a verdict's facts.
 
     ``course``: every packet from the flow's source port in its namespace, so also its second way through the hooks, over lo.
-    ``questions``: the lookups before the last, with what the kernel said of each. ``node``: of the flow that went on.
+    ``questions``: the lookups before the last, with what the kernel said of each. ``node``: of the flow that went on, and
+    ``node_rules`` those that it met there.
     ``app``: of the connection of the far pod's Envoy to its app. ``client``, ``server``: configurations after the flow.
     """
 
@@ -97,6 +98,7 @@ class More:
     course: Sighting | None = None
     questions: Sequence[Sighting | None] = ()
     node: Sighting | None = None
+    node_rules: Listing = field(default_factory=Listing)
     app: Sighting | None = None
     client: Config | None = None
     server: Config | None = None
@@ -383,12 +385,15 @@ class _Teller:
         return Hop("far-pod", far.pod, text, tuple(details))
 
     def _node(self) -> Iterator[Detail]:
-        """What the node made of the flow that came to it: service addresses become endpoints there."""
-        if self.more.node is None:
+        """What the node made of the flow that came to it: service addresses become endpoints there, and rules may end it."""
+        node, listing = self.more.node, self.more.node_rules
+        if node is None:
             return
-        for entry in self.more.node.conntrack[-1:]:
+        for entry in node.conntrack[-1:]:
             if entry.reply.reversed() != entry.original:
                 yield Detail(f"the node makes it {shown(entry.reply.reversed())}", "conntrack")
+        for step in (s for p in node.packets[:1] for s in p.steps if listing.dropped(s)):
+            yield Detail(f"the node ends it: {_rule(listing.rule(step))}", node.tracer or "nftrace")
 
     def _untold(self) -> str:
         """No app and no watched pod told of the flow: how far it is known to have come."""

@@ -13,6 +13,9 @@ until something of the flow itself was; with ``"tracked": true`` until conntrack
 ``dst`` and ``dport`` may be left out or null. Every answer has ``"ok"``; a wrong
 question gets ``{"ok": false, "error": ...}``.
 
+``attach`` with ``"trace": false`` listens to conntrack alone. With ``"while_connected": true`` packets report as long as the
+connection lasts that asked for it, and afterwards conntrack alone.
+
 An open socket keeps a network namespace alive: a place must be detached when its pod is removed.
 """
 
@@ -149,9 +152,10 @@ async def serve(observer: Observer, path: str) -> asyncio.Server:
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked: set[asyncio.Task[None]] = set()
+        lent: dict[str, str] = {}  # network namespaces by place
         try:
             while line := await reader.readline():
-                task = asyncio.create_task(_reply(observer, line, writer))
+                task = asyncio.create_task(_reply(observer, line, writer, lent))
                 asked.add(task)
                 task.add_done_callback(asked.discard)
         except (ConnectionError, ValueError):  # gone, or a line that never ends
@@ -159,17 +163,23 @@ async def serve(observer: Observer, path: str) -> asyncio.Server:
         finally:
             for task in asked:
                 task.cancel()
+            for place, netns in lent.items():
+                if observer.detach(place):
+                    with suppress(OSError):
+                        observer.attach(place, netns, trace=False)
             writer.close()
 
     return await asyncio.start_unix_server(connected, path, limit=_LONGEST_LINE)
 
 
-async def _reply(observer: Observer, line: bytes, writer: asyncio.StreamWriter) -> None:
+async def _reply(observer: Observer, line: bytes, writer: asyncio.StreamWriter, lent: dict[str, str]) -> None:
     number = None
     try:
         question = json.loads(line)
         number = question.get("id")
         answer = await observer.answer(question)
+        if question.get("op") == "attach" and question.get("while_connected"):
+            lent[str(question["place"])] = str(question["netns"])
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         answer = {"ok": False, "error": f"not understood: {type(e).__name__}: {e}"}
     except OSError as e:

@@ -106,6 +106,84 @@ def test_an_address_that_nobody_has_is_unreachable_at_once(lab: Lab) -> None:
         assert e.value.errno == errno.ENETUNREACH
 
 
+MANY = 40
+
+
+def each_connection(lab: Lab, place: str, address: str, port: int) -> set[str]:
+    """How so many connections end that a place opens at once; ``open`` of one that has not ended by the deadline."""
+
+    def opened() -> socket.socket:
+        s = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+        s.setblocking(False)
+        s.connect_ex((address, port))
+        return s
+
+    sockets = lab.inside(place, lambda: [opened() for _ in range(MANY)])
+    lab.sockets += sockets
+    ends: set[str] = set()
+    waiting = {s.fileno(): s for s in sockets}
+    poll = select.poll()
+    for fd in waiting:
+        poll.register(fd, select.POLLOUT)
+    deadline = time.monotonic() + DEADLINE
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for fd, _ in poll.poll(left * 1000):
+            poll.unregister(fd)
+            ends.add(errno.errorcode.get(waiting.pop(fd).getsockopt(socket.SOL_SOCKET, socket.SO_ERROR), "connected"))
+    return ends | ({"open"} if waiting else set())
+
+
+def each_datagram(lab: Lab, place: str, address: str, port: int) -> set[str]:
+    """What so many senders of one datagram each are told, sent at once; they ask to be told everything (IP_RECVERR)."""
+    six = ":" in address
+
+    def sent() -> socket.socket:
+        s = socket.socket(socket.AF_INET6 if six else socket.AF_INET, socket.SOCK_DGRAM)
+        s.setsockopt(socket.IPPROTO_IPV6 if six else socket.IPPROTO_IP, _IPV6_RECVERR if six else _IP_RECVERR, 1)
+        s.settimeout(DEADLINE)
+        s.connect((address, port))
+        s.send(b"?")
+        return s
+
+    sockets = lab.inside(place, lambda: [sent() for _ in range(MANY)])
+    lab.sockets += sockets
+    ends: set[str] = set()
+    for s in sockets:
+        try:
+            ends.add(s.recv(1).decode())
+        except TimeoutError:
+            return ends | {"nothing"}
+        except OSError as e:
+            ends.add(errno.errorcode[e.errno or 0])
+    return ends
+
+
+@pytest.mark.parametrize("place", ["a.shop", "ext-vendor"])
+def test_of_many_flows_to_what_nobody_has_each_is_told(lab: Lab, place: str) -> None:
+    """A router without a route says so to one sender five times, then once a second."""
+    for address in ("198.51.100.1", "10.244.1.77"):
+        assert each_connection(lab, place, address, 80) == {"ENETUNREACH"}
+        assert each_datagram(lab, place, address, 9) == {"ENETUNREACH"}
+
+
+@pytest.mark.parametrize(("place", "address"), [("a.shop", B), ("a.shop", VENDOR), ("ext-vendor", B)])
+def test_of_many_flows_to_a_closed_port_each_is_told(lab: Lab, place: str, address: str) -> None:
+    assert each_connection(lab, place, address, 7098) == {"ECONNREFUSED"}
+    assert each_datagram(lab, place, address, 7098) == {"ECONNREFUSED"}
+
+
+def test_the_machine_s_own_limits_stay() -> None:
+    """What a lab sets is set in its namespaces alone."""
+
+    def masks() -> list[str]:
+        return [Path("/proc/sys/net", key).read_text().strip() for key in ("ipv4/icmp_ratemask", "ipv6/icmp/ratemask")]
+
+    before = masks()
+    with up(pod("a", A, more=f", podIPs: [{{ip: {A}}}, {{ip: '{A6}'}}]"), external("vendor", VENDOR)) as lab:
+        assert [lab.inside(place, masks) for place in lab.plan.namespaces] == [["0", "0"]] * 4
+        assert masks() == before != ["0", "0"]
+
+
 def test_a_port_that_nobody_listens_on_is_refused(lab: Lab) -> None:
     with pytest.raises(ConnectionRefusedError):
         lab.connect("a.shop", B, 7099)
@@ -233,7 +311,7 @@ def test_a_pod_may_bind_low_ports_and_ping_without_privileges(lab: Lab) -> None:
 # --- links ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["nft", "legacy"])
+@pytest.fixture(scope="module", params=["nft", "legacy"])
 def backend(request: pytest.FixtureRequest) -> Backend:
     chosen: Backend = request.param
     if chosen == "nft" and not netfilter.kernel_has_nf_tables():
@@ -328,6 +406,7 @@ def _seconds(lab: Lab, client: str, place: str, address: str, size: int) -> floa
 
 _TOTAL_RETRANS = 100  # offset of tcpi_total_retrans in struct tcp_info, include/uapi/linux/tcp.h
 _IP_MTU_DISCOVER, _IP_PMTUDISC_DO, _IP_RECVERR, _IP_MTU = 10, 2, 11, 14  # include/uapi/linux/in.h
+_IPV6_RECVERR = 25  # include/uapi/linux/in6.h
 
 
 # --- IPv6 -------------------------------------------------------------------------------------------------------
@@ -336,7 +415,7 @@ A6, B6, WEB6, VENDOR6 = "fd00:1::a", "fd00:1::b", "fd00:2::1", "fd00:3::8"
 
 
 @pytest.fixture(scope="module")
-def dual() -> Iterator[Lab]:
+def dual(backend: Backend) -> Iterator[Lab]:
     objects = (
         pod("a", A, "{app: client}", more=f", podIPs: [{{ip: {A}}}, {{ip: '{A6}'}}]"),
         pod("b", B6, "{app: web}"),
@@ -345,7 +424,7 @@ def dual() -> Iterator[Lab]:
         service("empty", "fd00:2::3", "[{port: 80}]", "{app: nobody}"),
         external("vendor", VENDOR, VENDOR6),
     )
-    with up(*objects) as made:
+    with up(*objects, backend=backend) as made:
         yield made
 
 
@@ -365,3 +444,11 @@ def test_ipv6_hairpin_refusal_and_unreachable_are_as_in_ipv4(dual: Lab) -> None:
     refused_at_once(dual, "a.shop", "fd00:2::3", 80)
     with pytest.raises(OSError, match="unreachable"):
         dual.connect("a.shop", "fd00:99::1", 80)
+
+
+@pytest.mark.parametrize("place", ["a.shop", "ext-vendor"])
+def test_of_many_ipv6_flows_each_is_told(dual: Lab, place: str) -> None:
+    """Of a connection only its second SYN, a second later, finds a socket that listens to such an answer."""
+    assert each_connection(dual, place, "fd00:99::1", 80) == {"ENETUNREACH"}
+    assert each_datagram(dual, place, "fd00:99::1", 9) == {"ENETUNREACH"}
+    assert each_datagram(dual, place, B6, 7098) == {"ECONNREFUSED"}

@@ -154,6 +154,22 @@ def test_conntrack_alone_plants_no_table(net, observer: str) -> None:
     assert "sidecarlab-trace" not in net.run("nft", "list", "tables", ns=net.peer)
 
 
+def test_packets_report_as_long_as_the_connection_lasts_that_asked_for_it(net, observer: str) -> None:
+    lent = {"op": "attach", "place": "peer", "netns": net.path(net.peer), "while_connected": True}
+
+    async def lend() -> None:
+        client = await Client.connect(observer)
+        await client.ask(**lent)
+        assert "sidecarlab-trace" in net.run("nft", "list", "tables", ns=net.peer)
+        await client.close()
+
+    asyncio.run(lend())
+    (status,) = ask(observer, {"op": "status"})  # whose connection comes after the other's end
+    assert status["places"]["peer"] == {"missing": {}, "lost": 0}
+    assert "sidecarlab-trace" not in net.run("nft", "list", "tables", ns=net.peer)
+    assert "sidecarlab-trace" in net.run("nft", "list", "tables")  # of the other place, which is always traced
+
+
 @pytest.mark.parametrize(
     ("question", "part"),
     [

@@ -27,6 +27,7 @@ from lab.manifests.load import load
 from lab.probe.hops import STEPS
 from lab.probe.journal import Journal
 from lab.runtime import enter, files
+from lab.trace.client import Client
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(180)]
 
@@ -215,6 +216,20 @@ def test_a_name_that_nobody_has_ends_at_the_lookup(running: Running) -> None:
 
 
 @one_back_end
+@pytest.mark.parametrize(
+    ("source", "outcome"),
+    [("legacy.legacy", "unreachable: Network is unreachable"), ("frontend.frontend", "http-error 503")],
+)
+def test_what_nobody_has_is_ended_by_the_node_s_rule(running: Running, source: str, outcome: str) -> None:
+    """Also the connection of an Envoy that failed, whose line names no address of its own."""
+    found = steps(running.trace(source, "198.51.100.7:80"))
+    assert proofs(found["far-pod"], "nftrace") == [
+        "the node ends it: native-nft sidecarlab-services unrouted 1: ip daddr != @outside4 reject with icmp net-unreachable"
+    ]
+    assert found["outcome"].text == outcome
+
+
+@one_back_end
 def test_a_pod_without_sidecar_meets_rules_at_the_far_end_only(running: Running) -> None:
     found = steps(running.trace("legacy.legacy", CATALOG))
     assert found["iptables"].text == "not captured: no rule was asked"
@@ -283,9 +298,17 @@ def test_a_trace_that_is_ended_in_its_middle_leaves_nothing(running: Running, nu
     for pid in made:
         _ends(pid)
     assert marked(running) - known == set()
+    asyncio.run(_noticed(running))
     assert planted(running) == before
     with verify.alone(running.name, pytest.fail):  # it would say that it has to wait
         pass
+
+
+async def _noticed(running: Running) -> None:
+    """Until the observer has seen the end of every connection that ended before."""
+    client = await Client.connect(str(files.observer_socket(running.name)))
+    await client.ask(op="status")
+    await client.close()
 
 
 async def _arrived(running: Running, path: str) -> None:

@@ -55,6 +55,10 @@ def test_the_node_answers_as_gateway_cluster_dns_and_discovery() -> None:
     assert not made.ipv6
 
 
+def test_beyond_the_node_are_the_other_router_and_external_hosts() -> None:
+    assert plan(load.load_text(SHOP)).beyond == ("169.254.1.2", "203.0.113.8", "203.0.113.9")
+
+
 def test_the_second_router_keeps_off_an_address_that_a_pod_has() -> None:
     made = plan(load.load_text(SHOP + POD % ("odd", "169.254.1.2")))
     assert made.outside.addresses == ("169.254.1.3",)

@@ -114,10 +114,11 @@ def test_where_none_is_ready_those_that_still_serve_while_they_end_do() -> None:
 SPREAD = VirtualPort("shop/web", "10.96.1.1", "tcp", 80, (Endpoint("10.244.1.1", 8080), Endpoint("10.244.1.2", 9090)))
 SIX = VirtualPort("shop/web", "fd00::1", "udp", 53, (Endpoint("fd00:1::5", 5353),))
 EMPTY = VirtualPort("shop/empty", "10.96.1.2", "tcp", 80, ())
+BEYOND = ("169.254.1.2", "203.0.113.8", "fd00:3::8")
 
 
 def test_the_document_replaces_the_table_in_one_transaction() -> None:
-    lines = nft_document((SPREAD, SIX, EMPTY), {4: "169.254.1.1", 6: "fd5c::1"}).splitlines()
+    lines = nft_document((SPREAD, SIX, EMPTY), {4: "169.254.1.1", 6: "fd5c::1"}, BEYOND).splitlines()
     assert lines[:3] == [
         "table inet sidecarlab-services",
         "delete table inet sidecarlab-services",
@@ -134,7 +135,7 @@ def test_the_document_replaces_the_table_in_one_transaction() -> None:
 
 def test_the_legacy_document_gives_each_endpoint_the_same_chance() -> None:
     three = VirtualPort("s/w", "10.96.1.1", "tcp", 80, tuple(Endpoint(f"10.244.1.{n}", 8080) for n in (1, 2, 3)))
-    text = legacy_document((three, SIX), 4, "169.254.1.1")
+    text = legacy_document((three, SIX), 4, "169.254.1.1", BEYOND)
     chances = [line.split("--probability ")[1].split()[0] for line in text.splitlines() if "--probability" in line]
     assert chances == ["0.3333333333", "0.5000000000"]
     assert "fd00" not in text
@@ -142,7 +143,7 @@ def test_the_legacy_document_gives_each_endpoint_the_same_chance() -> None:
 
 
 def test_the_legacy_document_of_ipv6_writes_ports_after_brackets() -> None:
-    text = legacy_document((SPREAD, SIX), 6, "fd5c::1")
+    text = legacy_document((SPREAD, SIX), 6, "fd5c::1", BEYOND)
     assert "--to-destination [fd00:1::5]:5353" in text
     assert "10.96" not in text
 
@@ -154,3 +155,20 @@ def test_only_udp_endpoints_that_went_are_stale() -> None:
     assert stale_flows(old, new) == [(old[0], one)]
     assert stale_flows(old, ()) == [(old[0], one), (old[0], two)]
     assert stale_flows(new, old) == []
+
+
+def test_the_way_outside_is_for_those_who_are_there_alone() -> None:
+    """Each family's own answer: what a router without a route says."""
+    nft = nft_document((), {4: "169.254.1.1"}, BEYOND)
+    assert "elements = { 169.254.1.2, 203.0.113.8 }" in nft
+    assert "elements = { fd00:3::8 }" in nft
+    four, six = (legacy_document((), version, "169.254.1.1", BEYOND).splitlines() for version in (4, 6))
+    assert [line for line in four if "UNROUTED -" in line and not line.startswith(":")] == [
+        "-A UNROUTED -d 169.254.1.2 -j RETURN",
+        "-A UNROUTED -d 203.0.113.8 -j RETURN",
+        "-A UNROUTED -j REJECT --reject-with icmp-net-unreachable",
+    ]
+    assert [line for line in six if "UNROUTED -" in line and not line.startswith(":")] == [
+        "-A UNROUTED -d fd00:3::8 -j RETURN",
+        "-A UNROUTED -j REJECT --reject-with icmp6-no-route",
+    ]
