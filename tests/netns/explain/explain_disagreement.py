@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from explain_ground import HOST, Ground, Sent
 
 from lab.explain.packet import Packet
-from lab.explain.ruleset import RuleSet
+from lab.explain.ruleset import Reject, RuleSet
 from lab.explain.walk import Fate, Pass, certain, receive, send
 
 Judge = Callable[[Packet, Sent, RuleSet, Counter[str] | None], str]
@@ -87,11 +87,23 @@ def _translation(fate: Fate, sent: Sent, rules: RuleSet, packet: Packet) -> str 
         return f"predicted {fate.end}, but the connection was never confirmed"
     if sent.entry is None:
         return None
-    # Not for a reject: what answers it can belong to the connection too. Seen: the trace ends at the REJECT, and the entry is
-    # confirmed without a reply (SIDECARLAB_FUZZ_SEED=2911353531).
-    if fate.end == "dropped" and not any(p.hook == "postrouting" for p in fate.passes[:-1]):
+    ended = fate.end == "dropped" or (fate.end == "rejected" and not _confirmed_by_an_error(fate, rules))
+    if ended and not any(p.hook == "postrouting" for p in fate.passes[:-1]):
         return f"predicted {fate.end} {fate.why}, but the connection was confirmed"
     return None
+
+
+def _confirmed_by_an_error(fate: Fate, rules: RuleSet) -> bool:
+    """Whether the connection of a rejected packet may be confirmed: by an ICMP error about the reset that answered it.
+
+    What a REJECT sends belongs to the connection of what it answers, in the other direction, and only the direction of the first
+    packet confirms (linux: nf_conntrack_core.c, nf_conntrack_attach and __nf_conntrack_confirm). Where a rule rejects the reset in
+    its turn, the error about it goes the first one's direction again. No error is sent about an ICMP error.
+    """
+    if fate.why != "tcp-reset":
+        return False
+    parts = (p for t in rules.tables for c in t.chains.values() for r in c.rules for p in r.parts)
+    return any(isinstance(p, Reject) and p.answer != "tcp-reset" for p in parts)
 
 
 def _matched(passes: Sequence[Pass]) -> tuple[tuple[str, str, int], ...]:
