@@ -41,7 +41,7 @@ from lab.trace.flows import Flow
 from lab.trace.rules import Listing
 
 if TYPE_CHECKING:
-    from lab.manifests.model import Mesh
+    from lab.manifests.model import Mesh, Pod
 
 _PATIENCE = 0.3  # seconds until the observer must have told of a flow
 _LONGEST = 1.5  # seconds that packets are held back for one, if the observer itself is late
@@ -326,6 +326,7 @@ class _Knowledge:
         )
         self._has_rules = pod is not None and pod.injected
         self._pids = _pids(lab, place)
+        self._users = _users(mesh, pod) if pod else {}
         self._evidence = _Evidence(files.evidence(lab, place)) if self._has_rules else None
         self._listing = Listing()
         self._listed: set[tuple[str, str]] = set()
@@ -365,10 +366,12 @@ class _Knowledge:
         if not c.original and not begins and any(s.waits and s.local[1] == flow.sport for s in found):
             first = last = flow.reversed()  # what listens on that port here answers
         if over_lo or self._is_here(first.src):
-            c.client = _owner(sockets.sender(found, first), holders) or c.client
+            c.client = self._owner(sockets.sender(found, first), holders) or c.client
         if over_lo or self._is_here(last.dst):
             port = c.captured_to or last.dport
-            c.server = _owner(sockets.receiver(found, (last.dst, port), (first.src, first.sport), holders), holders)
+            c.server = self._owner(
+                sockets.receiver(found, (last.dst, port), (first.src, first.sport), holders), holders
+            )
         if not begins:
             self._remember(c, first, last)
 
@@ -400,7 +403,20 @@ class _Knowledge:
         if made.rule is not None and made.rule.backend is not None and made.rule.position is not None:
             c.rule = f"{made.rule.table} {made.rule.chain} {made.rule.position}"
             if uid := _OWNER.search(made.rule.text):
-                c.client = Owner(int(uid[1] or uid[2]))  # its socket may be gone already
+                c.client = self._user(int(uid[1] or uid[2]), self.tracer)
+        first = join.first_packet(sighting.packets, original, "output")
+        if first is not None and first.uid is not None:
+            c.client = self._user(first.uid, "nflog")  # its socket may be gone already
+
+    def _owner(self, found: Socket | None, holders: Mapping[int, str]) -> Owner | None:
+        if found is None:
+            return None
+        name = holders.get(found.inode, "")
+        return Owner(found.uid, name) if name else self._user(found.uid, "sock_diag")
+
+    def _user(self, uid: int, source: str) -> Owner:
+        """An owner of whom the kernel tells the uid alone. Which of that user's processes it is nobody says."""
+        return Owner(uid, user=self._users.get(uid, ""), source=source)
 
     def _remember(self, c: Connection, first: Flow, last: Flow) -> None:
         """What Envoy has written earlier of a connection that began before its first packet was seen."""
@@ -418,14 +434,17 @@ class _Knowledge:
                 return
 
     async def _sighting(self, flow: Flow, begins: bool) -> Sighting:
-        """What the observer saw of a flow, or of the one that it answers."""
-        wait = _PATIENCE if self._has_rules else 0.0
+        """What the observer saw of a flow, or of the one that it answers.
+
+        Without rules nothing is tracked, and only of a first packet there is something to come.
+        """
+        wait = _PATIENCE if self._has_rules or begins or flow.proto == "udp" else 0.0
         asked = [asyncio.ensure_future(self._of(f, wait)) for f in ([flow] if begins else [flow, flow.reversed()])]
         seen: Sighting | None = None
         try:
             for answer in asyncio.as_completed(asked):
                 sighting = await answer
-                if sighting.conntrack:
+                if sighting.conntrack or (sighting.packets and not self._has_rules):
                     return sighting
                 if seen is None or sighting.packets:
                     seen = sighting
@@ -439,7 +458,7 @@ class _Knowledge:
     async def _of(self, flow: Flow, wait: float) -> Sighting:
         assert self.observer is not None
         return await self.observer.flow(
-            self._place, flow.proto, flow.src, flow.sport, flow.dst, flow.dport, wait=wait, tracked=True
+            self._place, flow.proto, flow.src, flow.sport, flow.dst, flow.dport, wait=wait, tracked=self._has_rules
         )
 
     async def _rules(self, wanted: set[tuple[str, str]]) -> Listing:
@@ -454,8 +473,13 @@ class _Knowledge:
         return address in self.addresses or address.startswith("127.") or address in ("::1", "::6")
 
 
-def _owner(found: Socket | None, holders: Mapping[int, str]) -> Owner | None:
-    return Owner(found.uid, holders.get(found.inode, "")) if found else None
+def _users(mesh: Mesh, pod: Pod) -> dict[int, str]:
+    """Whose uids these are: those that the lab starts a pod's proxy and its apps with."""
+    from lab.runtime import workload
+
+    found = {app.identity.uid: "app" for app in workload.apps(mesh, pod)}
+    agent = workload.agent(mesh, pod)
+    return {**found, agent.identity.uid: "proxy"} if agent else found
 
 
 def _pids(lab: str, place: str) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """What a packet is, in the mesh's words: the comment that ``lab capture`` gives it. Pure.
 
 Only what has a source is said: the addresses and bytes of the packet itself, conntrack's entry of its flow, the rule that the
-kernel's trace named, the socket that the kernel says is whose, and what the manifests call an address. What is not known says so.
+kernel's trace named, the socket (or the packet's sender) that the kernel says is whose, and what the manifests call an address. What is not known says so.
 """
 
 from __future__ import annotations
@@ -23,13 +23,19 @@ _UNREACHABLE = {0: "net unreachable", 1: "host unreachable", 3: "port unreachabl
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose a socket is. ``name``: ``Envoy``, ``agent``, ``app``; empty for another process of the pod."""
+    """Whose a socket is. ``name``: ``Envoy``, ``agent``, ``app``; empty for another process of the pod, or one that is not known.
+
+    ``user``: whose uid it is (``proxy``, ``app``), where that alone is known. ``source``: who says so.
+    """
 
     uid: int
     name: str = ""
+    user: str = ""
+    source: str = "sock_diag"
 
     def __str__(self) -> str:
-        return f"{self.name or 'a process'} (uid {self.uid})"
+        who = self.name or (f"a process of the {self.user}'s user" if self.user else "a process")
+        return f"{who} (uid {self.uid})"
 
 
 @dataclass(slots=True)
@@ -98,8 +104,8 @@ class Captioner:
         """Whose word a caption rests on."""
         if c.original is not None:
             yield "conntrack"
-        if any(o is not None and str(o.uid) in text for o in (c.client, c.server)) or (c.server and c.captured_to):
-            yield "sock_diag"
+        owners = [o for o in (c.client, c.server) if o is not None]
+        yield from dict.fromkeys(o.source for o in owners if str(o.uid) in text or (o is c.server and c.captured_to))
         if c.rule and c.rule in text:
             yield self.tracer
         if c.cluster:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from lab.trace import conntrack, owner_table
 from lab.trace.conntrack import ConntrackEvent
 from lab.trace.flows import Flow
-from lab.trace.nflog import LegacyTrace
+from lab.trace.nflog import LegacyTrace, Sent
 from lab.trace.nftrace import NftTrace
 
 _IPTABLES_TABLES = frozenset({"raw", "mangle", "nat", "filter", "security"})
@@ -45,7 +45,10 @@ class Step:
 
 @dataclass(slots=True, eq=False)
 class Packet:
-    """``flow`` is the tuple at the first hook, before NAT; ``hook`` is that hook. ``number`` counts packets of the namespace."""
+    """``flow`` is the tuple at the first hook, before NAT; ``hook`` is that hook. ``number`` counts packets of the namespace.
+
+    ``uid`` is of the socket that sent it; None if it was not sent by one here, or that is not known.
+    """
 
     number: int
     hook: str
@@ -53,6 +56,7 @@ class Packet:
     iif: int = 0
     oif: int = 0
     mark: int = 0
+    uid: int | None = None
     steps: list[Step] = field(default_factory=list)
 
 
@@ -82,6 +86,7 @@ class Index:
         self._packets: deque[Packet] = deque()
         self._by_source: dict[_Key, list[Packet]] = {}
         self._open: OrderedDict[int, Packet] = OrderedDict()
+        self._uid: OrderedDict[Flow, int | None] = OrderedDict()
         self._entries: OrderedDict[tuple[int, int, Flow], Entry] = OrderedDict()
         self._entries_by_source: dict[_Key, list[Entry]] = {}
         self.count = 0
@@ -94,6 +99,8 @@ class Index:
             if trace.flow is None or trace.kind != "rule":
                 return None
             packet = self._new_packet(trace.chain, trace.flow, trace.iif, trace.oif, trace.mark)
+            if trace.chain == "output":
+                packet.uid = self._uid.pop(trace.flow, None)
             self._open[trace.trace_id] = packet
             self._open.move_to_end(trace.trace_id)
             if len(self._open) > 1024:
@@ -122,6 +129,12 @@ class Index:
         )
         return opened.flow
 
+    def add_sent(self, sent: Sent) -> None:
+        """Takes who sent a packet, which our own table tells just before it announces the packet itself."""
+        self._uid[sent.flow] = sent.uid
+        if len(self._uid) > 1024:
+            self._uid.popitem(last=False)
+
     def add_legacy(self, trace: LegacyTrace) -> Flow | None:
         """Takes one line of legacy iptables; returns the flow whose evidence has grown."""
         entry = "output" if trace.hook in _OUTPUT_HOOKS else "prerouting"
@@ -137,6 +150,7 @@ class Index:
             packet = None
         if packet is None:
             packet = self._new_packet(entry, trace.flow, trace.iif, trace.oif, trace.mark)
+            packet.uid = trace.uid if trace.hook == "output" else None
         packet.steps.append(
             Step(
                 family="ip6" if trace.flow.family == "ipv6" else "ip",

@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 NLMSG_ERROR = 2
 NLMSG_DONE = 3
@@ -133,7 +134,18 @@ def request(s: socket.socket, data: bytes, acks: int, timeout: float = 5.0) -> N
         for kind, _, payload in messages(s.recv(1 << 16)):
             if kind == NLMSG_ERROR:
                 acks -= 1
-                _raise(payload)
+                try:
+                    _raise(payload)
+                except NetlinkError:
+                    _drain(s)  # answers to the other messages, which the next request would take for its own
+                    raise
+
+
+def _drain(s: socket.socket) -> None:
+    s.setblocking(False)
+    with suppress(BlockingIOError):
+        while s.recv(1 << 16):
+            pass
 
 
 def dump(s: socket.socket, kind: int, family: int, body: bytes = b"", timeout: float = 5.0) -> list[tuple[int, bytes]]:

@@ -238,6 +238,7 @@ def _packet_to_json(packet: Packet) -> dict[str, Any]:
         "iif": packet.iif,
         "oif": packet.oif,
         "mark": packet.mark,
+        "uid": packet.uid,
         "steps": [dataclasses.asdict(s) for s in packet.steps],
     }
 
@@ -253,5 +254,6 @@ def packet_from_json(data: Mapping[str, Any]) -> Packet:
         iif=data["iif"],
         oif=data["oif"],
         mark=data["mark"],
+        uid=data["uid"],
         steps=[Step(**s) for s in data["steps"]],
     )

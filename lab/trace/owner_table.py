@@ -4,6 +4,9 @@
 and nobody else changes it, priority -310 so that it comes before raw (-300). Nothing is planted in the rules under test.
 It marks (``meta nftrace set 1``) TCP segments without ACK (each connection's first, and odd crafted ones), all UDP and ICMP, and
 packets that carry `CRAFTED_ID`. A marked packet is reported by nf_tables and by legacy iptables alike.
+
+Who sent it no trace message says; NFLOG does (nfnetlink_log.c, NFULA_UID: of the file that the sending socket is), so on their way
+out marked packets are logged to `LOG_GROUP`, too. That is exact also for a socket that is gone before anybody could ask for it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ HOOKS = {"prerouting": 0, "output": 3}
 CRAFTED_ID = 0x51DE
 """The IPv4 identification of hand-made packets: any of them is traced, whatever its flags."""
 
+LOG_GROUP = 0
+LOG_PREFIX = "sidecarlab owner"
+
 _PRIORITY = -310
 _OWNER = 2  # NFT_TABLE_F_OWNER
 _INET = 1
@@ -37,9 +43,25 @@ _Expression = tuple[str, list[tuple[str, Any]]]
 
 
 @functools.cache
-def create() -> tuple[bytes, int]:
-    """One batch that makes the table, and how many acknowledgements it gets."""
+def create(*, owners: bool = True) -> tuple[bytes, int]:
+    """One batch that makes the table, and how many acknowledgements it gets.
+
+    Args:
+        owners: also log who sent a packet (a kernel may lack nft_log).
+    """
+    from pyroute2.netlink import nla
     from pyroute2.netlink.nfnetlink import nftsocket
+
+    class Expression(nftsocket.nft_rule_msg.nft_expr):  # type: ignore[misc]
+        class nft_log(nla):  # type: ignore[misc]
+            nla_map = (
+                ("NFTA_LOG_UNSPEC", "none"),
+                ("NFTA_LOG_GROUP", "be16"),
+                ("NFTA_LOG_PREFIX", "asciiz"),
+            )
+
+    class RuleMessage(nftsocket.nft_rule_msg):  # type: ignore[misc]
+        nft_expr = Expression
 
     chain_kind, rule_kind, table_kind = (
         nftsocket.NFT_MSG_NEWCHAIN,
@@ -66,7 +88,7 @@ def create() -> tuple[bytes, int]:
         )
         parts += [
             (
-                nftsocket.nft_rule_msg,
+                RuleMessage,
                 rule_kind,
                 [
                     ("NFTA_RULE_TABLE", NAME),
@@ -74,7 +96,7 @@ def create() -> tuple[bytes, int]:
                     ("NFTA_RULE_EXPRESSIONS", [_expression(*e) for e in expressions]),
                 ],
             )
-            for expressions in _rules()
+            for expressions in _rules(log=owners and chain == "output")
         ]
     batch = [netlink.message(0x10, 0, 0, res_id=netlink.SUBSYS_NFTABLES)]  # NFNL_MSG_BATCH_BEGIN
     for message_class, kind, attrs in parts:
@@ -89,11 +111,13 @@ def create() -> tuple[bytes, int]:
     return b"".join(batch), len(parts)
 
 
-def _rules() -> list[list[_Expression]]:
+def _rules(*, log: bool) -> list[list[_Expression]]:
     trace: list[_Expression] = [
         ("immediate", [("NFTA_IMMEDIATE_DREG", _REG), ("NFTA_IMMEDIATE_DATA", _value(b"\x01"))]),
         ("meta", [("NFTA_META_KEY", _META_NFTRACE), ("NFTA_META_SREG", _REG)]),
     ]
+    if log:
+        trace.append(("log", [("NFTA_LOG_GROUP", LOG_GROUP), ("NFTA_LOG_PREFIX", LOG_PREFIX)]))
     without_ack: list[_Expression] = [
         _payload(_TRANSPORT_HEADER, 13, 1),
         (

@@ -94,6 +94,9 @@ class Place:
             return self.index.add_nft(trace) if trace else None
         if kind == nflog.MSG_PACKET:
             line = nflog.decode(payload)
+            if isinstance(line, nflog.Sent):
+                self.index.add_sent(line)
+                return None
             return self.index.add_legacy(line) if line else None
         if kind in (conntrack.MSG_NEW, conntrack.MSG_DELETE):
             event = conntrack.decode(kind, payload)
@@ -137,7 +140,7 @@ def _trace(place: Place, raw_trace: bool) -> None:
     refused = "not asked for"
     if not raw_trace:
         try:
-            netlink.request(place.socket, *owner_table.create())
+            _make_table(place)
             netlink.join(place.socket, [netlink.GROUP_NFTRACE])
             place.tracer = "nftrace"
         except OSError as e:
@@ -153,6 +156,16 @@ def _trace(place: Place, raw_trace: bool) -> None:
         netlink.request(place.socket, nflog.bind_group(), 2)
     except OSError as e:
         place.missing["legacy"] = f"traces of legacy iptables: {os.strerror(e.errno or 0)}"
+
+
+def _make_table(place: Place) -> None:
+    """Our own table; without the log of owners where the kernel has none (ENOENT: no such expression). Raises OSError."""
+    try:
+        netlink.request(place.socket, *owner_table.create())
+    except OSError as e:
+        if e.errno != errno.ENOENT:
+            raise
+        netlink.request(place.socket, *owner_table.create(owners=False))
 
 
 def _plant_raw_trace(place: Place) -> bool:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from istio_rule_sets import DNS_NAT_AND_RAW, ISTIO_NAT, NATIVE_NFT
 
-from lab.trace import places, rules
+from lab.trace import netlink, owner_table, places, rules
 from lab.trace.index import Entry, Packet
-from lab.trace.places import Place
+from lab.trace.places import Place, inside
 
 pytestmark = pytest.mark.root
 
@@ -259,3 +259,57 @@ def test_a_connection_to_itself_is_two_packets_and_one_entry(net, attach) -> Non
     rule = decide(net, place.index.packets(*flow)[0])
     assert rule.text == "-A ISTIO_OUTPUT -o lo -m owner ! --uid-owner 1337 -j RETURN"
     assert len(place.index.conntrack(*flow)) == 1
+
+
+@pytest.mark.parametrize("raw_trace", [False, True])
+@pytest.mark.parametrize("uid", [1000, 1337])
+def test_a_packet_tells_who_sent_it_though_the_socket_is_closed(net, attach, raw_trace: bool, uid: int) -> None:
+    restore(net, "legacy", ISTIO_NAT)
+    place = attach(raw_trace=raw_trace)
+    s = net.socket(socket.SOCK_DGRAM, uid=uid)
+    s.sendto(b"gone", ("10.5.0.1", 5000))
+    port = s.getsockname()[1]
+    s.close()
+    fence(net, place)
+    packet, _ = seen(place, ("udp", "10.5.0.2", port, "10.5.0.1", 5000))
+    assert packet.uid == uid
+
+
+def test_what_arrives_and_what_the_kernel_sends_has_no_sender(net, attach) -> None:
+    """The same address and port as a packet that was sent before: its sender is not the answer's."""
+    place = attach()
+    s = net.socket(socket.SOCK_DGRAM)
+    s.bind(("10.5.0.2", 5000))
+    s.sendto(b"?", ("10.5.0.2", 5000))
+    fence(net, place)
+    there, back = place.index.packets("udp", "10.5.0.2", 5000)
+    assert [(p.hook, p.uid) for p in (there, back)] == [("output", 1000), ("prerouting", None)]
+    net.socket(socket.SOCK_DGRAM, ns=net.peer).sendto(b"?", ("10.5.0.2", 5999))  # the kernel answers: nobody listens
+    until(place, lambda: bool(place.index.packets("icmp", "10.5.0.2", 0)))
+    assert [(p.hook, p.uid) for p in place.index.packets("icmp", "10.5.0.2", 0)] == [("output", None)]
+
+
+def test_without_the_log_of_owners_packets_report_all_the_same(net, attach) -> None:
+    """A kernel without nft_log refuses the first table, and what it says of it must not be taken for the answer to the second."""
+    place = attach(trace=False)
+    with inside(net.path(net.pod)):
+        s = netlink.open_socket()
+        try:
+            with pytest.raises(netlink.NetlinkError):
+                netlink.request(s, *_with_an_unknown_expression())
+            netlink.request(s, *owner_table.create(owners=False))
+            netlink.join(s, [netlink.GROUP_NFTRACE])
+            place.socket.close()
+            place.socket = s
+            s.setblocking(False)
+            sender = net.socket(socket.SOCK_DGRAM)
+            sender.sendto(b"?", ("10.5.0.1", 5000))
+            packet, _ = seen(place, ("udp", "10.5.0.2", sender.getsockname()[1], "10.5.0.1", 5000))
+        finally:
+            s.close()
+    assert packet.uid is None
+
+
+def _with_an_unknown_expression() -> tuple[bytes, int]:
+    batch, acks = owner_table.create()
+    return batch.replace(b"log\0", b"lug\0"), acks

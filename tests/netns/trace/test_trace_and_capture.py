@@ -454,10 +454,41 @@ def test_lines_and_json_say_the_same_of_a_pod_without_sidecar(running: Running) 
     assert (document.returncode, told["count"], told["dropped"], told["file"]) == (0, 1, 0, None)
     (packet,) = told["packets"]
     assert (packet["flags"], packet["sport"], packet["dst"]) == ("S", traced.verdict.source_port, "10.96.20.30")
-    # Whose socket it was may be known to one and come too late for the other.
-    assert " -> 10.96.20.30:8080 (VIP of catalog.catalog): not captured; SYN [" in packet["comment"]
-    assert f" {packet['src']}:{packet['sport']} > 10.96.20.30:8080 S  # " in lines[0]
-    assert " -> 10.96.20.30:8080 (VIP of catalog.catalog): not captured; SYN [" in lines[0]
+    said = "a process of the app's user (uid 1000) -> 10.96.20.30:8080 (VIP of catalog.catalog): not captured; SYN ["
+    assert packet["comment"].startswith(said)
+    assert f" {packet['src']}:{packet['sport']} > 10.96.20.30:8080 S  # {said}" in lines[0]
+
+
+_AT_ONCE = """
+import socket
+for _ in range(20):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        s.sendto(b"gone", ("198.51.100.7", 4000))
+"""
+
+
+@one_back_end
+@pytest.mark.parametrize(
+    ("pod", "user", "who"),
+    [
+        ("frontend.frontend", "app", "a process of the app's user (uid 1000)"),
+        ("frontend.frontend", "proxy", "a process of the proxy's user (uid 1337)"),
+        ("frontend.frontend", "4321", "a process (uid 4321)"),
+        ("legacy.legacy", "app", "a process of the app's user (uid 1000)"),
+    ],
+)
+def test_the_sender_is_known_of_a_socket_that_is_closed_at_once(
+    running: Running, pod: str, user: str, who: str
+) -> None:
+    with capturing(running, pod, "--filter", "udp and dst port 4000", "--count", "20", "--json") as process:
+        where = ["--lab", running.name, pod, "--as", user]
+        command = [sys.executable, "-m", "lab", "exec", *where, "--", sys.executable, "-c", _AT_ONCE]
+        subprocess.run(command, cwd=ROOT, check=True, timeout=20)
+        document = json.loads(process.communicate(timeout=20)[0])
+    comments = [p["comment"] for p in document["packets"]]
+    assert len(comments) == 20
+    assert [c for c in comments if not c.startswith(f"{who} -> 198.51.100.7:4000")] == []
+    assert any("nflog" in c for c in comments), "none was too short for the list of sockets"
 
 
 @one_back_end
