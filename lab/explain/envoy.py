@@ -312,7 +312,7 @@ UpstreamResult = Literal[
 class Reply(NamedTuple):
     """What the client of an Envoy gets: an HTTP status, or (None) bytes as they come, or the end of the connection."""
 
-    result: Literal["ok", "closed", "reset", "timeout", "silence"]
+    result: Literal["ok", "closed", "reset", "stream-reset", "timeout", "silence"]
     status: int | None
     flags: str
     details: str | None
@@ -340,8 +340,8 @@ def reply(
     if not decision.http:
         failed = result in ("refused", "timeout", "unreachable", "tls-refused")
         flags = "UF,URX" if failed else "UR" if result == "reset" else "-"
-        ends: Literal["closed", "reset", "timeout"] = "closed"
-        if result in ("timeout", "reset"):
+        ends: Literal["closed", "reset", "stream-reset", "timeout"] = "closed"
+        if result in ("timeout", "reset", "stream-reset"):  # the last is bytes to this proxy, which it hands on
             ends = result
         return Reply(ends, None, flags, None)
     if result in ("closed", "reset"):

@@ -68,6 +68,9 @@ CASES = (
     _case("a kept connection of which no TCP proxy has written yet", "client.one", FlowTo("alpha.one", 7070, "grpc"),
           _istio("Sidecar", "one", "{ingress: [{port: {number: 8080, protocol: HTTP, name: http},"
                  " defaultEndpoint: '127.0.0.1:8080'}]}")),
+    _case("a stream that is reset behind a TCP proxy", "client.one", FlowTo("alpha.one", 7070, "http"),
+          _istio("Sidecar", "one", "{ingress: [{port: {number: 8080, protocol: HTTP, name: http},"
+                 " defaultEndpoint: '127.0.0.1:8080'}]}")),
     _case("gRPC to a TCP server", "plain.plain", FlowTo("plain.plain", 9000, "grpc")),
     _case("anything to a gRPC server", "plain.plain", FlowTo("plain.plain", 7070, "tcp")),
     _case("HTTP to a gRPC server", "plain.plain", FlowTo("plain.plain", 7070, "http")),
