@@ -27,7 +27,8 @@ OUTSIDE = {"vendor": "203.0.113.10", "other": "203.0.113.20"}
 NAMES_OUTSIDE = {"vendor": ("api.vendor.example", "www.vendor.example"), "other": ("other.example",)}
 _APP_PORTS = {"http": 8080, "tcp": 9000, "grpc": 7070, "https": 8443}
 POLICIES = ("ALLOW_ANY", "REGISTRY_ONLY")
-# An address that nobody has is none of the choices: a router says so five times, then once a second (linux: net/ipv4/route.c, ip_error).
+NOBODY = "203.0.113.99"
+"""An address that no pod and no machine outside has."""
 TIMEOUT = 1.0
 """Seconds a client waits; some flows get no answer at all."""
 
@@ -388,7 +389,7 @@ class Maker:
         elif kind < 0.85:
             host, ports = draw.choice(list(ADDRESSES.values())), [{"port": p} for p in _APP_PORTS.values()]
         elif kind < 0.93:
-            host = draw.choice((*OUTSIDE.values(), *(n for names in NAMES_OUTSIDE.values() for n in names)))
+            host = draw.choice((*OUTSIDE.values(), *(n for names in NAMES_OUTSIDE.values() for n in names), NOBODY))
             ports = [{"port": p} for p in _OUTSIDE_PORTS]
         else:
             host, ports = draw.choice(_UNKNOWN), [{"port": 80}, {"port": 9000}]
