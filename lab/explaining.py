@@ -269,7 +269,8 @@ class MeshWorld:
     @cached_property
     def _owners(self) -> dict[str, str]:
         """The place of each address that the node forwards to."""
-        found = dict.fromkeys(self._routers[1].addresses, OUTSIDE)
+        # Remembered: a question asked again imports no plan.
+        found = dict.fromkeys(self._kept("outside", lambda: self._routers[1].addresses), OUTSIDE)
         found |= {a: f"ext-{h.meta.name}" for h in self.mesh.external_hosts for a in h.addresses}
         return found | {ip: p.name for p in self.mesh.pods for ip in p.ips}
 
