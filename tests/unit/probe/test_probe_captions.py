@@ -138,6 +138,19 @@ def test_an_uncaptured_packet_names_the_rule_that_let_it_go() -> None:
     )
 
 
+def test_of_a_sender_that_is_gone_the_user_is_named_and_who_says_so() -> None:
+    flow = Flow("tcp", POD, 40000, OUT, 80)
+    gone = Owner(1337, user="proxy", source="nflog")
+    assert tell(flow, Connection(flow, flow, client=gone), direction="out", flags="S") == (
+        "a process of the proxy's user (uid 1337) -> 203.0.113.20:80 (external host unknown): not captured; SYN "
+        "[conntrack, nflog, manifests, packet]"
+    )
+    turned = Connection(flow, Flow("tcp", POD, 40000, "127.0.0.1", 15001), 0, 15001, client=gone, server=ENVOY)
+    assert tell(Flow("tcp", POD, 40000, "127.0.0.1", 15001), turned, flags="S").endswith(
+        "DNAT to 15001 (Envoy); SYN [conntrack, nflog, sock_diag, manifests, packet]"
+    )
+
+
 def test_the_trace_alone_is_no_dnat() -> None:
     flow = Flow("tcp", POD, 50000, FAR, 8080)
     known = Connection(flow, flow, 0, 15006, "mangle ISTIO_TPROXY 2", by_trace=True, server=ENVOY)
