@@ -516,7 +516,7 @@ def server_options(
         ("grpc.max_receive_message_length", min(receive_limit, INT_MAX)),
         ("grpc.keepalive_time_ms", int(interval * 1000)),
         ("grpc.keepalive_timeout_ms", int(timeout * 1000)),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 15000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 15000),
         ("grpc.so_reuseport", 0),
     ]
 

@@ -70,16 +70,28 @@ class Log:
 def _append(target: str, text: str) -> None:
     if target in ("stdout", "stderr"):
         stream = sys.stdout if target == "stdout" else sys.stderr
-        # None: it was closed before the start.
-        if stream is not None:
+        if stream is None:  # it was closed before the start
+            return
+        try:
+            descriptor = stream.fileno()
+        except OSError:  # something else in its place
             stream.write(text)
-            stream.flush()
+            return
+        # Not through the stream: it would keep what it cannot write, try again at the end of Python, and fail the whole run.
+        stream.flush()
+        _write_all(descriptor, text)
         return
     descriptor = _open(target)
     try:
-        os.write(descriptor, text.encode())
+        _write_all(descriptor, text)
     finally:
         os.close(descriptor)
+
+
+def _write_all(descriptor: int, text: str) -> None:
+    data = text.encode()
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def level_of(spec: str) -> int:

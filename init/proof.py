@@ -13,6 +13,7 @@ Source: istio/istio: tools/istio-iptables/pkg/validation/validator.go, vld_unix.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import secrets
 import select
@@ -174,6 +175,8 @@ def _cause(config: Config, tools: Tools, family: Family, backend: str, dialler: 
             f"this process is user {os.geteuid()} and may not open a socket as the proxy's user {config.proxy_uid} (no "
             "CAP_SETUID); the rules redirect only that user"
         )
+    if _is_down("lo"):
+        return "interface lo is down, so that nothing that is redirected to this pod itself arrives; set it up"
     found = _rules_by_backend(tools, family)
     # One back end, or that of IPv4 and that of IPv6.
     mine = backend.split(",")[0 if family == "ipv4" else -1].removesuffix("-restore")
@@ -188,6 +191,16 @@ def _cause(config: Config, tools: Tools, family: Family, backend: str, dialler: 
     if refused:
         return f"the rules in {', '.join(found)} did not match the packet: the rule for user {config.proxy_uid} over lo is missing or comes too late"
     return f"nobody listening on {config.inbound_capture_port} got the packet, although {', '.join(found)} holds rules"
+
+
+def _is_down(interface: str) -> bool:
+    """Whether it is not set up (netdevice(7): SIOCGIFFLAGS, IFF_UP)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, 0x8913, struct.pack("16sH14x", interface.encode(), 0))
+        except OSError:
+            return True
+    return not struct.unpack_from("H", answer, 16)[0] & 1
 
 
 def _rules_by_backend(tools: Tools, family: Family) -> list[str] | None:

@@ -365,6 +365,9 @@ class _Knowledge:
         last = c.changed or first
         if not c.original and not begins and any(s.waits and s.local[1] == flow.sport for s in found):
             first = last = flow.reversed()  # what listens on that port here answers
+            c.opened = first
+        elif begins or flow.proto == "udp":
+            c.opened = first
         if over_lo or self._is_here(first.src):
             c.client = self._owner(sockets.sender(found, first), holders) or c.client
         if over_lo or self._is_here(last.dst):

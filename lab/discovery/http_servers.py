@@ -68,7 +68,7 @@ class HttpServers:
         name = request.path.removeprefix("/debug").removeprefix("/")
         if not name:
             return _json(debug.listed())  # as istiod's list for people, for everybody
-        query = dict(parse_qsl(request.query))
+        query = dict(parse_qsl(request.query, keep_blank_values=True))
         try:
             debug.known(name)
             namespace = debug_access.over_http(

@@ -39,7 +39,7 @@ HTTP_PORT = 8080
 GRPC_OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 15_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 15_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_concurrent_streams", 100_000),
     ("grpc.max_send_message_length", -1),

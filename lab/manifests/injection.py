@@ -26,7 +26,7 @@ PROXY_CONTAINER = "istio-proxy"
 PROXY_UID = 1337
 PROXY_PORTS = frozenset({15000, 15001, 15004, 15006, 15008, 15020, 15021, 15053, 15090})
 """Ports of agent and Envoy in a pod (https://istio.io/latest/docs/ops/deployment/application-requirements/)."""
-_IGNORED_NAMESPACES = frozenset({"kube-system", "kube-public", "kube-node-lease", "local-path-storage"})
+IGNORED_NAMESPACES = frozenset({"kube-system", "kube-public", "kube-node-lease", "local-path-storage"})
 _TRUE = frozenset({"y", "yes", "true", "on"})
 
 
@@ -38,7 +38,7 @@ def decide(
     First the webhook's selectors (namespace label ``istio-injection`` or ``istio.io/rev``, pod label
     ``sidecar.istio.io/inject``), then the injector's own rules (that label, else the annotation of the same name).
     """
-    if namespace in _IGNORED_NAMESPACES:
+    if namespace in IGNORED_NAMESPACES:
         return False
     label = labels.get(INJECT)
     switch = namespace_labels.get("istio-injection")

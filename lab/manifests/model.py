@@ -189,6 +189,7 @@ class ServicePort:
     protocol: Protocol = "AUTO"
     target: int | str = 0
     transport: Literal["TCP", "UDP"] = "TCP"
+    app_protocol: str = ""
 
 
 @dataclass(frozen=True, slots=True)

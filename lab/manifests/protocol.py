@@ -40,14 +40,13 @@ def is_word(word: str) -> bool:
 
 
 def of_service_port(port: int, transport: str, name: str = "", app_protocol: str = "") -> Protocol:
-    """The protocol of a Kubernetes Service port: transport UDP, then appProtocol, then the name's prefix, then well-known numbers."""
+    """The protocol of a Kubernetes Service port: transport UDP, then the first word of appProtocol or, without one, of the name,
+    then well-known numbers."""
     if transport == "UDP":
         return "UDP"
-    if app_protocol:
-        chosen = _APP_PROTOCOLS.get(app_protocol.lower()) or parse(app_protocol)
-        if chosen != "AUTO":
-            return chosen
-    lowered = name.lower()
+    if app_protocol in _APP_PROTOCOLS:
+        return _APP_PROTOCOLS[app_protocol]
+    lowered = (app_protocol or name).lower()
     chosen = "GRPC-Web" if lowered.startswith("grpc-web") else parse(lowered.partition("-")[0])
     if chosen == "AUTO" and port in _WELL_KNOWN_TCP:
         return "TCP"

@@ -117,6 +117,14 @@ class _Checks:
                     ("metadata", "labels", "istio-injection"),
                     f'istio-injection "{value}" injects nothing. {hint}',
                 )
+            revision = namespace.meta.labels.get("istio.io/rev", "default")
+            if value is None and revision != "default":
+                self._warn(
+                    "Namespace",
+                    namespace.meta,
+                    ("metadata", "labels", "istio.io/rev"),
+                    f'no control plane of revision "{revision}" is here, only "default": its pods get no sidecar',
+                )
 
     def services(self) -> None:
         with_endpoints = {(entry.meta.namespace, entry.service) for entry in self._mesh.endpoint_slices}

@@ -125,6 +125,7 @@ def _service_ports(spec: schema.ServiceSpec, item: Item, problems: Problems) -> 
             protocol.of_service_port(port.port, port.protocol, port.name, port.app_protocol),
             target,
             port.protocol,
+            port.app_protocol,
         )
 
 

@@ -44,7 +44,7 @@ class Connection:
 
     ``cluster`` is what Envoy wrote earlier of a connection that it keeps. ``original`` and ``changed``: the flow before and after NAT, by conntrack; None if it is not tracked. ``captured_to``: a port of this
     place that it was turned to, ``rule`` the rule that decided. ``client`` and ``server``: the processes of this place at
-    its ends. ``unknown``: why netfilter's part is not known. ``secure``: what its bytes so far have shown: TLS or mTLS.
+    its ends. ``opened``: the flow of its opener, as the packets themselves show it. ``unknown``: why netfilter's part is not known. ``secure``: what its bytes so far have shown: TLS or mTLS.
     """
 
     original: Flow | None = None
@@ -55,6 +55,7 @@ class Connection:
     by_trace: bool = False
     client: Owner | None = None
     server: Owner | None = None
+    opened: Flow | None = None
     unknown: str = ""
     cluster: str = ""
     secure: str = ""
@@ -87,6 +88,7 @@ class Captioner:
     def _hop(self, frame: Frame, flow: Flow, c: Connection, said: str) -> str:
         back = c.changed is not None and flow == c.changed.reversed()
         back = back or (c.original is not None and flow == c.original.reversed())
+        back = back or (c.original is None and c.opened is not None and flow == c.opened.reversed())
         if c.captured_to is not None and c.original is not None:
             text = self._captured(c, c.original, back)
         elif frame.direction == "lo":

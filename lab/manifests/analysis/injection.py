@@ -35,7 +35,8 @@ def _namespaces(mesh: Mesh, items: Items) -> Iterator[Finding]:
         if len(told) > 1:
             message = f"{' and '.join(told)} both say how its pods join the mesh; keep one"
             yield Finding("IST0123", "Namespace", meta, ("metadata", "labels"), message)
-        if not switch and _REVISION not in labels and labels.get(_DATAPLANE) != "ambient":
+        ignored = meta.name in injection.IGNORED_NAMESPACES  # a label there would change nothing
+        if not ignored and not switch and _REVISION not in labels and labels.get(_DATAPLANE) != "ambient":
             yield Finding(
                 "IST0102",
                 "Namespace",
@@ -59,7 +60,10 @@ def _without_proxy(mesh: Mesh, items: Items) -> Iterator[Finding]:
         if writer.meta.key in told:
             continue
         told.add(writer.meta.key)
-        message = f'it gets no sidecar in a namespace that is injected: {injection.INJECT} is "{asked}"'
+        why = f'{injection.INJECT} is "{asked}"'
+        if pod.meta.namespace in injection.IGNORED_NAMESPACES:
+            why = "the injector passes by the namespaces of the system"
+        message = f"it gets no sidecar in a namespace that is injected: {why}"
         yield Finding("IST0103", writer.kind, writer.meta, (*_template(writer), "metadata"), message)
 
 

@@ -22,6 +22,8 @@ def findings(mesh: Mesh) -> Iterator[Finding]:
             path = ("spec", "ports", index)
             said = f'the name "{port.name}" of port {port.port} says no protocol' if port.name else ""
             said = said or f"port {port.port} has no name that says its protocol"
+            if port.app_protocol:
+                said = f'appProtocol "{port.app_protocol}" of port {port.port}, which counts instead of its name, says no protocol'
             if service.external_name and (unsaid or port.name == "tcp"):
                 message = f"{said}, as ports of an ExternalName should"
                 yield Finding("IST0150", "Service", service.meta, path, message)

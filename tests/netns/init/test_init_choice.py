@@ -184,6 +184,14 @@ def test_the_validation_container_runs_as_the_proxy(pods: Net) -> None:
     assert "validation passed" in text
 
 
+def test_rules_that_are_right_are_not_blamed_where_lo_is_down(pods: Net) -> None:
+    assert pods.pod.init(*DEFAULT, "--ipv6=off", "--backend=nft").code == 0
+    pods.pod.tool("ip", "link", "set", "lo", "down")
+    code, text = validate(pods, uid=0)
+    assert code == 126
+    assert "Cause: interface lo is down" in text
+
+
 def test_ipv6_only_pods_are_validated_over_ipv6(pods: Net) -> None:
     pods.pod.tool("ip", "addr", "del", f"{POD[4]}/24", "dev", "eth0")
     run = pods.pod.init(*DEFAULT, "--backend=nft", "--run-validation")

@@ -468,6 +468,8 @@ def test_debug_pages(tmp_path: Path) -> None:
             await ads.fetch(NDS)
             (names,) = (await debug(lab, "ndsz?proxyID=frontend-0.frontend"))["configs"]
             assert names["table"]["frontend.frontend.svc.cluster.local"]["registry"] == "Kubernetes"
+            whole = (await debug(lab, "config_dump?proxyID=frontend-0.frontend&include_eds"))["configs"]
+            assert [s["@type"].rpartition(".")[2] for s in whole if s not in sections] == ["EndpointsConfigDump"]
             scope = await debug(lab, "sidecarz?proxyID=frontend-0.frontend")
             assert scope["services"] == ["frontend.frontend.svc.cluster.local"]
         for path, code in (

@@ -73,6 +73,22 @@ TO = "  - route: [{destination: {host: %s}}]\n"
             'Deployment shop/web: it gets no sidecar in a namespace that is injected: sidecar.istio.io/inject is "no"',
         ),
         (
+            (INJECTED + workload()).replace("shop", "kube-system"),
+            "IST0103",
+            16,
+            "warning",
+            "Deployment kube-system/web: it gets no sidecar in a namespace that is injected: "
+            "the injector passes by the namespaces of the system",
+        ),
+        (
+            PLAIN + workload() + service("a", "port: 80, name: http, appProtocol: bogus"),
+            "IST0118",
+            31,
+            "info",
+            'Service shop/a: appProtocol "bogus" of port 80, which counts instead of its name, says no protocol, so proxies '
+            "detect it; http, tcp or another of Istio's words in front would tell them",
+        ),
+        (
             PLAIN + workload().replace("- name: app\n", "- {name: istio-proxy, image: auto}\n      - name: app\n"),
             "IST0146",
             20,
@@ -354,6 +370,8 @@ def test_admission_warns(kind: str, spec: str, line: int, message: str) -> None:
         + workload(
             template="      annotations: {sidecar.istio.io/interceptionMode: TPROXY, sidecar.istio.io/proxyCPU: 100m}\n"
         ),
+        # a label would change nothing
+        NAMESPACE.replace("shop", "kube-system").replace("%s", "a: b"),
         BOTH + istio("Sidecar", "  egress: [{hosts: [./*, '*/one.shop.svc.cluster.local', ~shop/a.example]}]\n"),
     ],
 )

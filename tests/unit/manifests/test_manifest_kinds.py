@@ -162,7 +162,7 @@ spec:
     assert service.traffic_distribution == "PreferClose"
     assert service.ports == (
         ServicePort(80, "http-web", "HTTP", "web", "TCP"),
-        ServicePort(81, "other", "GRPC", 9090, "TCP"),
+        ServicePort(81, "other", "GRPC", 9090, "TCP", "grpc"),
         ServicePort(53, "dns", "UDP", 9090, "UDP"),
     )
     assert service.meta.annotations == {"networking.istio.io/exportTo": "."}

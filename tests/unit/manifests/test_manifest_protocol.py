@@ -36,7 +36,12 @@ from lab.manifests.load import load_text
         (8080, "TCP", "tcp", "kubernetes.io/h2c", "HTTP2"),
         (8080, "TCP", "tcp", "kubernetes.io/ws", "HTTP"),
         (8080, "TCP", "tcp", "kubernetes.io/wss", "HTTPS"),
-        (8080, "TCP", "tcp", "example.com/own", "TCP"),
+        (8080, "TCP", "tcp", "example.com/own", "AUTO"),
+        (8080, "TCP", "http-x", "bogus", "AUTO"),
+        (3306, "TCP", "http", "bogus", "TCP"),
+        (8080, "TCP", "tcp-x", "http-custom", "HTTP"),
+        (8080, "TCP", "x", "grpc-web-own", "GRPC-Web"),
+        (8080, "TCP", "x", "Kubernetes.io/h2c", "AUTO"),
         (8080, "TCP", "http", "HTTPS", "HTTPS"),
     ],
 )

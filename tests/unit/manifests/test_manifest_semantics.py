@@ -84,6 +84,11 @@ POLICY = ("security.istio.io/v1", "PeerAuthentication")
             'Namespace x: istio-injection "enable" injects nothing. Did you mean "enabled"?',
         ),
         (
+            "apiVersion: v1\nkind: Namespace\nmetadata: {name: x, labels: {istio.io/rev: canary}}\n",
+            17,
+            'Namespace x: no control plane of revision "canary" is here, only "default": its pods get no sidecar',
+        ),
+        (
             kind(*SIDECAR, "  egress:\n  - hosts:\n    - ./*\n    - shop/web\n"),
             22,
             'Sidecar shop/x: "web" is a short name and matches nothing. Did you mean "shop/web.shop.svc.cluster.local"?',

@@ -159,6 +159,14 @@ def test_the_trace_alone_is_no_dnat() -> None:
     assert "DNAT" not in said
 
 
+def test_an_answer_to_a_pod_that_nothing_tracks_is_told_by_who_began() -> None:
+    flow = Flow("tcp", POD, 40000, VIP, 8080)
+    known = Connection(opened=flow, client=APP)
+    assert tell(flow.reversed(), known, direction="in", flags="SA") == (
+        "10.96.20.30:8080 (VIP of catalog.catalog) -> app (uid 1000): answers; SYN-ACK [sock_diag, manifests, packet]"
+    )
+
+
 def test_what_is_not_known_says_so() -> None:
     flow = Flow("tcp", POD, 40000, "198.51.100.1", 80)
     known = Connection(unknown="conntrack told nothing of this flow")
