@@ -63,8 +63,8 @@ class Memory:
         if key in self._kept:
             try:
                 known: T = pickle.loads(self._kept[key])
-            except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, TypeError, ValueError):
-                pass  # a damaged file: nothing is lost but time
+            except Exception:
+                pass  # unpickling a damaged file may raise anything, and costs time alone
             else:
                 return known
         self._changed = True
@@ -185,13 +185,15 @@ def _manifests(files: Sequence[str]) -> Iterator[str]:
 
 def _read(file: str, depends: bytes) -> dict[str, bytes]:
     try:
-        with open(file, "rb") as source:
-            if not (_own(os.fstat(source.fileno())) and _own(os.stat(os.path.dirname(file)))):
+        # Not to wait for somebody who writes into a FIFO.
+        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as source:
+            entry = os.fstat(source.fileno())
+            if not (stat.S_ISREG(entry.st_mode) and _own(entry) and _own(os.stat(os.path.dirname(file)))):
                 return {}
             if pickle.load(source) != depends:
                 return {}
             found = pickle.load(source)
-    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, IndexError, TypeError, ValueError):
+    except Exception:  # unpickling a damaged file may raise anything, and costs time alone
         return {}
     return found if isinstance(found, dict) else {}
 

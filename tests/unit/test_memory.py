@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -125,11 +126,57 @@ def _truncated(cache: Path) -> None:
     file.write_bytes(file.read_bytes()[:-5])
 
 
+def _put(cache: Path, content: bytes) -> None:
+    (file,) = cache.rglob("*.memory")
+    file.write_bytes(content)
+
+
+def _too_long(cache: Path) -> None:
+    _put(cache, b"\x80\x05\x8e" + b"\xff" * 8)  # BINBYTES8 of 2**64-1 bytes: OverflowError
+
+
+def _too_much(cache: Path) -> None:
+    _put(cache, b"\x80\x05\x8e" + (2**62).to_bytes(8, "little"))  # BINBYTES8: MemoryError
+
+
+def _damaged_inside(cache: Path) -> None:
+    """The file is whole, what is kept under the key is not."""
+    (file,) = cache.rglob("*.memory")
+    with file.open("rb") as source:
+        depends = pickle.load(source)
+    damaged = b"\x80\x05\x8e" + b"\xff" * 8
+    file.write_bytes(pickle.dumps(depends) + pickle.dumps({"key": damaged}))
+
+
+def _fifo(cache: Path) -> None:
+    (file,) = cache.rglob("*.memory")
+    file.unlink()
+    os.mkfifo(file, 0o600)
+
+
+def _directory(cache: Path) -> None:
+    (file,) = cache.rglob("*.memory")
+    file.unlink()
+    file.mkdir(0o700)
+
+
 def _off(cache: Path) -> None:
     os.environ["SIDECARLAB_CACHE"] = "off"  # the fixture's monkeypatch puts it back
 
 
-@pytest.mark.parametrize("harm", [_a_file_is_there, _truncated, _off])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        _a_file_is_there,
+        _truncated,
+        _too_long,
+        _too_much,
+        _damaged_inside,
+        _fifo,
+        _directory,
+        _off,
+    ],
+)
 def test_without_a_memory_everything_is_made(manifest: Path, tmp_path: Path, harm: Callable[[Path], None]) -> None:
     if harm is not _a_file_is_there:
         remember(manifest)
