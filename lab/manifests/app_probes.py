@@ -82,7 +82,7 @@ def _action(handler: probe.Handler) -> tuple[str, dict[str, object]] | None:
         if written is not None:
             alias = type(handler).model_fields[kind].alias or kind
             action = written.model_dump(by_alias=True)
-            return alias, {key: value for key, value in action.items() if value or key == "service"}
+            return alias, {key: value for key, value in action.items() if value or key in ("port", "service")}
     return None
 
 

@@ -19,6 +19,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     ValidationError,
     ValidationInfo,
     model_validator,
@@ -266,10 +267,22 @@ def _ip_or_none(value: str) -> str:
     return value if value in ("None", "") else _ip(value)
 
 
+def port_name(name: str) -> str:
+    """The name of a container's port; raises ValueError.
+
+    Source: kubernetes/apimachinery: pkg/util/validation/validation.go (IsValidPortName).
+    """
+    if not re.fullmatch(r"(?=.*[a-z])[a-z0-9]+(-[a-z0-9]+)*", name) or len(name) > 15:
+        raise ValueError(
+            "a port's name is at most 15 lower case letters, digits and single '-', with at least one letter"
+        )
+    return name
+
+
 def _target_port(value: object) -> object:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError("a target port is a number, or the name of a container's port")
-    return _port(value) if isinstance(value, int) else value
+    return _port(value) if isinstance(value, int) else port_name(value)
 
 
 def _ip_or_cidr(value: str) -> str:
@@ -351,6 +364,7 @@ def _timestamp(value: object) -> object:
 
 
 Port = Annotated[int, AfterValidator(_port)]
+PortName = Annotated[str, AfterValidator(port_name)]
 DnsName = Annotated[str, AfterValidator(_dns_name)]
 DnsLabel = Annotated[str, AfterValidator(_dns_label)]
 MaybeLabel = Annotated[str, AfterValidator(lambda value: value and _dns_label(value))]
@@ -358,6 +372,8 @@ Host = Annotated[str, AfterValidator(_host)]
 IPAddress = Annotated[str, AfterValidator(_ip)]
 ClusterIP = Annotated[str, AfterValidator(_ip_or_none)]
 TargetPort = Annotated[int | str, BeforeValidator(_target_port)]
+Int32 = Annotated[int, Field(ge=0, le=2**31 - 1)]
+"""What Kubernetes keeps in an int32 and wants not to be negative."""
 IPOrCIDR = Annotated[str, AfterValidator(_ip_or_cidr)]
 Duration = Annotated[float, _seconds(_not_negative)]
 PositiveDuration = Annotated[float, _seconds(_positive)]

@@ -32,18 +32,9 @@ def _label_value(value: str) -> str:
     return value
 
 
-def _port_name(name: str) -> str:
-    if not re.fullmatch(r"(?=.*[a-z])[a-z0-9]+(-[a-z0-9]+)*", name) or len(name) > 15:
-        raise ValueError(
-            "a port's name is at most 15 lower case letters, digits and single '-', with at least one letter"
-        )
-    return name
-
-
 LabelKey = Annotated[str, AfterValidator(_label_key)]
 Labels = dict[LabelKey, Annotated[str, AfterValidator(_label_value)]]
 Annotations = dict[LabelKey, str]
-PortName = Annotated[str, AfterValidator(_port_name)]
 Transport = Literal["TCP", "UDP"]
 
 

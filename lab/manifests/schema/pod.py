@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from lab.manifests.schema.base import DnsLabel, DnsName, IPAddress, Port, Spec, words
-from lab.manifests.schema.metadata import Object, PortName, Transport
+from lab.manifests.schema.base import DnsLabel, DnsName, IPAddress, Port, PortName, Spec, words
+from lab.manifests.schema.metadata import Object, Transport
 from lab.manifests.schema.probe import Lifecycle, Probe
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from lab.manifests.schema.base import Port, Spec, TargetPort, words
+from lab.manifests.schema.base import Int32, Port, Spec, TargetPort, words
 
 
 class HTTPHeader(Spec):
@@ -37,7 +37,7 @@ class ExecAction(Spec):
 
 
 class SleepAction(Spec):
-    seconds: Annotated[int, Field(ge=0)]
+    seconds: Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
 class Handler(Spec):
@@ -64,7 +64,7 @@ class Probe(Handler):
     KINDS = ("exec", "http_get", "tcp_socket", "grpc")
 
     grpc: GRPCAction | None = None
-    timeout_seconds: Annotated[int, Field(ge=0)] = 1
+    timeout_seconds: Int32 = 1
 
 
 class LifecycleHandler(Handler):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from lab.manifests.schema.base import ClusterIP, DnsLabel, DnsName, Port, Spec, TargetPort, words
 from lab.manifests.schema.metadata import LabelKey, Object, Transport
+
+
+def _target_port(value: object) -> object:
+    """0 and an empty name mean "not set" (kubernetes/kubernetes: pkg/apis/core/v1/defaults.go, SetDefaults_Service)."""
+    return None if value == "" or (value == 0 and not isinstance(value, bool)) else value
 
 
 class ServicePort(Spec):
@@ -16,7 +21,7 @@ class ServicePort(Spec):
     port: Port
     name: DnsLabel = ""
     protocol: Transport = "TCP"
-    target_port: TargetPort | None = None
+    target_port: Annotated[TargetPort | None, BeforeValidator(_target_port)] = None
     app_protocol: str = ""
 
 

@@ -105,6 +105,36 @@ def test_a_port_by_a_name_that_the_container_does_not_have_is_left_out_and_told(
     assert warning.source.line == 12
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        "readinessProbe: {httpGet: {port: PORT}}",
+        "livenessProbe: {tcpSocket: {port: PORT}}",
+        "lifecycle: {preStop: {httpGet: {port: PORT}}}",
+        "lifecycle: {postStart: {tcpSocket: {port: PORT}}}",
+    ],
+)
+@pytest.mark.parametrize("port", ['""', '"8080"', "Http", "a--b", "-a", "sixteen-letters-"])
+def test_what_can_be_no_ports_name_is_refused_with_its_line(written: str, port: str) -> None:
+    with pytest.raises(InputError, match=r"\.port: .*: a port's name is at most 15 lower case letters") as failure:
+        pod(written.replace("PORT", port))
+    assert failure.value.where.endswith(":12")
+
+
+@pytest.mark.parametrize("written", ["timeoutSeconds: 2147483648", "timeoutSeconds: -1"])
+def test_seconds_are_an_int32(written: str) -> None:
+    with pytest.raises(InputError, match="timeoutSeconds"):
+        pod(f"livenessProbe: {{tcpSocket: {{port: 1}}, {written}}}")
+    assert pod("livenessProbe: {tcpSocket: {port: 1}, timeoutSeconds: 2147483647}")
+
+
+@pytest.mark.parametrize("port", ['""', "0"])
+def test_an_empty_target_port_of_a_service_is_its_port(port: str) -> None:
+    service = f"---\napiVersion: v1\nkind: Service\nmetadata: {{name: s}}\nspec: {{ports: [{{port: 80, targetPort: {port}}}]}}\n"
+    (found,) = load_text(service).services
+    assert found.ports[0].target == 80
+
+
 def test_timings_are_told_in_one_warning() -> None:
     (warning,) = pod("livenessProbe: {tcpSocket: {port: 1}, periodSeconds: 5, failureThreshold: 2}").warnings
     assert "spec.containers[0].livenessProbe.periodSeconds, " in str(warning)
