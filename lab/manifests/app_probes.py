@@ -25,6 +25,16 @@ _FALSE = frozenset({"0", "f", "F", "false", "False", "FALSE"})
 """What strconv.ParseBool takes for false; every other value of the annotation is true or counts as not written."""
 
 
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    "readyz": ("readinessProbe",),
+    "livez": ("livenessProbe",),
+    "startupz": ("startupProbe",),
+    "prestopz": ("lifecycle", "preStop"),
+    "poststartz": ("lifecycle", "postStart"),
+}
+"""Under the last part of the path at which the agent answers, the field of a container."""
+
+
 def rewritten(annotations: Mapping[str, str]) -> bool:
     """Whether the injector hands the probes of an injected pod to the agent."""
     return annotations.get(REWRITE, "") not in _FALSE
@@ -65,14 +75,14 @@ def read(
 def _written(container: schema.Container) -> Iterator[tuple[tuple[str, ...], str, probe.Handler]]:
     """Each with its field, and the last part of the path under which the agent answers."""
     hooks = container.lifecycle
-    every: list[tuple[tuple[str, ...], str, probe.Handler | None]] = [
-        (("readinessProbe",), "readyz", container.readiness_probe),
-        (("livenessProbe",), "livez", container.liveness_probe),
-        (("startupProbe",), "startupz", container.startup_probe),
-        (("lifecycle", "preStop"), "prestopz", hooks.pre_stop if hooks else None),
-        (("lifecycle", "postStart"), "poststartz", hooks.post_start if hooks else None),
-    ]
-    yield from ((field, name, handler) for field, name, handler in every if handler is not None)
+    every: dict[str, probe.Handler | None] = {
+        "readyz": container.readiness_probe,
+        "livez": container.liveness_probe,
+        "startupz": container.startup_probe,
+        "prestopz": hooks.pre_stop if hooks else None,
+        "poststartz": hooks.post_start if hooks else None,
+    }
+    yield from ((FIELDS[name], name, handler) for name, handler in every.items() if handler is not None)
 
 
 def _action(handler: probe.Handler) -> tuple[str, dict[str, object]] | None:

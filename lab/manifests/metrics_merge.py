@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from lab.manifests.injection import PROXY_PORTS
@@ -48,6 +48,11 @@ def _read(annotations: Mapping[str, str]) -> _Written:
         if meaning is not None:
             found.names[meaning], found.values[meaning] = name, value
     return found
+
+
+def named(annotations: Mapping[str, str]) -> Collection[str]:
+    """The annotations that say what to scrape."""
+    return _read(annotations).names.values()
 
 
 def merged(pod: Pod, config: MeshConfig) -> Pod:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from lab.manifests import analysis
+from lab.manifests import analysis, executable
 from lab.manifests.analysis.finding import mapping, maps, selects, strings
 from lab.manifests.analysis.virtual_services import destinations
 from lab.manifests.document import locate
@@ -87,6 +87,7 @@ class _Checks:
             if (kind, meta.key) in told:
                 continue
             told.add((kind, meta.key))
+            executable.check(self._mesh, pod, self._items[kind, meta.key], self._items, self._problems)
             for container in pod.containers:
                 for port in container.ports:
                     if pod.injected and port.port in PROXY_PORTS and port.protocol == "TCP":

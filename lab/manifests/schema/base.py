@@ -285,6 +285,19 @@ def _target_port(value: object) -> object:
     return _port(value) if isinstance(value, int) else port_name(value)
 
 
+def _no_nul(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("a process can be given no NUL character")
+    return value
+
+
+def _env_name(value: str) -> str:
+    """Source: kubernetes/apimachinery: pkg/util/validation/validation.go (IsRelaxedEnvVarName)."""
+    if not value or not all(" " <= char <= "~" and char != "=" for char in value):
+        raise ValueError("a variable's name is made of printable ASCII characters other than '=', at least one")
+    return value
+
+
 def _ip_or_cidr(value: str) -> str:
     try:
         network = ipaddress.ip_network(value)
@@ -374,6 +387,9 @@ ClusterIP = Annotated[str, AfterValidator(_ip_or_none)]
 TargetPort = Annotated[int | str, BeforeValidator(_target_port)]
 Int32 = Annotated[int, Field(ge=0, le=2**31 - 1)]
 """What Kubernetes keeps in an int32 and wants not to be negative."""
+ProcessText = Annotated[str, AfterValidator(_no_nul)]
+"""What a process is started with: an argument, or a value of its environment."""
+EnvName = Annotated[str, AfterValidator(_env_name)]
 IPOrCIDR = Annotated[str, AfterValidator(_ip_or_cidr)]
 Duration = Annotated[float, _seconds(_not_negative)]
 PositiveDuration = Annotated[float, _seconds(_positive)]

@@ -12,10 +12,12 @@ from pydantic import Field, model_validator
 from lab.manifests.schema.base import (
     DnsLabel,
     Duration,
+    EnvName,
     Milliseconds,
     MillisecondsOrNone,
     Port,
     PositiveDuration,
+    ProcessText,
     Spec,
     WholeSeconds,
     words,
@@ -88,12 +90,12 @@ class ProxyConfig(Spec):
     concurrency: Annotated[int, Field(ge=0)] | None = None
     proxy_bootstrap_template_path: str = ""
     interception_mode: Literal["REDIRECT", "TPROXY", "NONE"] = "REDIRECT"
-    proxy_metadata: dict[str, str] = Field(default_factory=dict)
+    proxy_metadata: dict[EnvName, ProcessText] = Field(default_factory=dict)
     runtime_values: dict[str, str] = Field(default_factory=dict)
     status_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     extra_stat_tags: list[str] = Field(default_factory=list)
     termination_drain_duration: Duration | None = None
-    mesh_id: str = ""
+    mesh_id: ProcessText = ""
     hold_application_until_proxy_starts: bool = False
     file_flush_interval: Duration | None = None
     file_flush_min_size_kb: Annotated[int, Field(ge=0)] | None = None
@@ -150,7 +152,7 @@ class MeshConfig(Spec):
     )
     inbound_traffic_policy: InboundTrafficPolicy = Field(default_factory=InboundTrafficPolicy)
     enable_auto_mtls: bool = True
-    trust_domain: Annotated[str, Field(min_length=1)] = "cluster.local"
+    trust_domain: Annotated[ProcessText, Field(min_length=1)] = "cluster.local"
     trust_domain_aliases: list[str] = Field(default_factory=list)
     default_service_export_to: ExportTo = Field(default_factory=lambda: ["*"])
     default_virtual_service_export_to: ExportTo = Field(default_factory=lambda: ["*"])

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from lab.manifests.schema.base import DnsLabel, DnsName, IPAddress, Port, PortName, Spec, words
+from lab.manifests.schema.base import DnsLabel, DnsName, EnvName, IPAddress, Port, PortName, ProcessText, Spec, words
 from lab.manifests.schema.metadata import Object, Transport
 from lab.manifests.schema.probe import Lifecycle, Probe
 
@@ -31,8 +31,8 @@ class EnvVarSource(Spec):
 
 
 class EnvVar(Spec):
-    name: str
-    value: str | None = None
+    name: EnvName
+    value: ProcessText | None = None
     value_from: EnvVarSource | None = None
 
 
@@ -59,12 +59,12 @@ class Container(Spec):
 
     name: DnsLabel
     image: str = ""
-    command: list[str] = Field(default_factory=list)
-    args: list[str] = Field(default_factory=list)
+    command: list[ProcessText] = Field(default_factory=list)
+    args: list[ProcessText] = Field(default_factory=list)
     env: list[EnvVar] = Field(default_factory=list)
     ports: list[ContainerPort] = Field(default_factory=list)
     security_context: SecurityContext | None = None
-    working_dir: str = ""
+    working_dir: ProcessText = ""
     readiness_probe: Probe | None = None
     liveness_probe: Probe | None = None
     startup_probe: Probe | None = None
