@@ -37,18 +37,17 @@ def _why(text: str) -> str:
     return f"Linux takes {MAX_BYTES:,} bytes, this makes {size:,}" if size > MAX_BYTES else ""
 
 
-def check(mesh: Mesh, pod: Pod, writer: Item, items: Items, problems: Problems) -> None:
+def check(mesh: Mesh, pod: Pod, writer: Item, items: Items, problems: Problems, told: set[tuple[Source, str]]) -> None:
     """Adds an error for each variable and argument that no process of the pod can be started with.
 
     Args:
         writer: the Pod or Deployment that the pod was written as.
+        told: what was told of other pods, and is now of this one; what is written for the whole mesh is told once.
     """
-    told = {str(error) for error in problems.errors}
-    found = Problems()
     for (subject, source), what, why in _bad(mesh, pod, _Places(mesh, pod, writer, items)):
-        found.error(source, what, f"{subject}: {why}", "Shorten it." if "bytes" in why else "")
-    # What is written once for the whole mesh is told once.
-    problems.errors.extend(error for error in found.errors if str(error) not in told)
+        if (source, what) not in told:
+            problems.error(source, what, f"{subject}: {why}", "Shorten it." if "bytes" in why else "")
+            told.add((source, what))
 
 
 def _bad(mesh: Mesh, pod: Pod, places: _Places) -> Iterator[tuple[Place, str, str]]:

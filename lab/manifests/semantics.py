@@ -82,12 +82,13 @@ class _Checks:
     def pods(self) -> None:
         labels = {namespace.meta.name: namespace.meta.labels for namespace in self._mesh.namespaces}
         told = set()
+        refused: set[tuple[Source, str]] = set()
         for pod in self._mesh.pods:
             kind, meta = self._writer(pod)
             if (kind, meta.key) in told:
                 continue
             told.add((kind, meta.key))
-            executable.check(self._mesh, pod, self._items[kind, meta.key], self._items, self._problems)
+            executable.check(self._mesh, pod, self._items[kind, meta.key], self._items, self._problems, refused)
             for container in pod.containers:
                 for port in container.ports:
                     if pod.injected and port.port in PROXY_PORTS and port.protocol == "TCP":
