@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lab import lifecycle
-from lab.fabric import paths
+from lab.errors import InputError
+from lab.fabric import paths, record
 
 if TYPE_CHECKING:
     from lab.manifests.diff import Diff
@@ -76,6 +77,7 @@ def to_manifests(
     """
     from lab.manifests import load, stored
 
+    refuse_temporary(name, "Wait for its end, or choose another name with --name")
     base = stored.fingerprint(paths.manifests_dir(name))
     old = lifecycle.stored_mesh(name)
     texts = load.texts(files)
@@ -95,6 +97,7 @@ def apply(name: str, files: Sequence[str], *, dry_run: bool = False, timeout: fl
     from lab.manifests import load, stored
     from lab.manifests.merge import merge
 
+    refuse_temporary(name, "Wait for its end, or name another lab with --lab")
     directory = paths.manifests_dir(name)
     base = stored.fingerprint(directory)
     old = lifecycle.stored_mesh(name)
@@ -108,6 +111,19 @@ def apply(name: str, files: Sequence[str], *, dry_run: bool = False, timeout: fl
     copies = [(Path(file).name, text) for file, text in kept]
     copies += [(stored.copy_name(number, file), text) for number, (file, text) in enumerate(texts, first)]
     return _change(name, base, old, new, copies, dry_run, timeout)
+
+
+def refuse_temporary(name: str, next_step: str) -> None:
+    """The lab of a run of tests is that run's alone: changed, it would spoil them; and it goes when they end.
+
+    Raises:
+        InputError: it is one, or there is no such lab.
+    """
+    lab = record.info(name)
+    if lab.temporary:
+        raise InputError(
+            f'lab "{name}" is in use', str(lab.path), "a run of tests has it, and takes it down", next_step
+        )
 
 
 def _unchanged(mesh: Mesh) -> Changes:

@@ -231,6 +231,8 @@ def _reconcile(
     from lab import changing, lifecycle
 
     _need_root("lab up of a running lab")
+    # Before what could send the user to take it down under the tests.
+    changing.refuse_temporary(name, "Wait for its end, or choose another name with --name")
     runs = lifecycle.inspect(name)
     if backend not in ("auto", runs["iptables"]):
         why = f"it runs with {runs['iptables']}"

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from lab import verify
+from lab import lifecycle, verify
 from lab.errors import InputError
 from lab.fabric import paths, record
+from lab.manifests import load
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(180)]
 
@@ -81,3 +82,31 @@ def test_who_waited_for_a_lab_that_is_down_then_is_told_that_it_is_gone() -> Non
         shutil.rmtree(directory)
     assert ended.get(timeout=30).startswith(f'lab "{name}" is gone')
     thread.join()
+
+
+def lab(*words: str) -> tuple[int, str]:
+    """Exit code and what was said on both streams."""
+    command = [sys.executable, "-m", "lab", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_lab_of_a_run_of_tests_is_nobody_elses(tmp_path: Path) -> None:
+    name = f"slt-{os.getpid()}-used"
+    file = tmp_path / f"{name}.yaml"
+    file.write_text(MANIFESTS)
+    used = lifecycle.Lab.up(load.load([str(file)]), name, temporary=True)
+    try:
+        pods = used.inspect()["pods"]
+        other = "nft" if used.backend == "legacy" else "legacy"
+        changed = tmp_path / "changed.yaml"
+        changed.write_text(MANIFESTS.replace("9000", "9001"))
+        said = f'error: lab "{name}" is in use: {paths.run_dir(name)}: a run of tests has it, and takes it down. '
+        for words in ([str(file)], ["--iptables", other, str(file)], [str(changed)], ["--dry-run", str(changed)]):
+            told = f"{said}Wait for its end, or choose another name with --name\n"
+            assert lab("up", "-d", "--name", name, *words) == (2, told)
+        told = f"{said}Wait for its end, or name another lab with --lab\n"
+        assert lab("apply", "--lab", name, str(changed)) == (2, told)
+        assert used.inspect()["pods"] == pods
+    finally:
+        used.down()
