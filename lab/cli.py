@@ -206,8 +206,9 @@ def up(
 
         wanted = name or lab_name(files[0])
         if wanted in up_already:
-            chosen = click.get_current_context().get_parameter_source("runtime") is not ParameterSource.DEFAULT
-            return _reconcile(wanted, files, backend, timeout, dry_run, as_json, runtime if chosen else None)
+            return _reconcile(
+                wanted, files, backend, timeout, dry_run, as_json, runtime if _chosen("runtime") else None
+            )
     if dry_run:
         return _plan(read(), backend, as_json)
     _need_root("lab up")
@@ -225,6 +226,11 @@ def up(
     return 0
 
 
+def _chosen(option: str) -> bool:
+    """Whether the user gave it; else it has its default."""
+    return click.get_current_context().get_parameter_source(option) is not ParameterSource.DEFAULT
+
+
 def _reconcile(
     name: str, files: Sequence[str], backend: str, timeout: float, dry_run: bool, as_json: bool, runtime: str | None
 ) -> int:
@@ -234,12 +240,7 @@ def _reconcile(
     # Before what could send the user to take it down under the tests.
     changing.refuse_temporary(name, "Wait for its end, or choose another name with --name")
     runs = lifecycle.inspect(name)
-    if backend not in ("auto", runs["iptables"]):
-        why = f"it runs with {runs['iptables']}"
-        raise InputError(f"lab {name} cannot change to --iptables {backend}", "", why, f"lab down {name} first")
-    if runtime not in (None, runs["runtime"]):
-        why = f"it runs with {runs['runtime']}"
-        raise InputError(f"lab {name} cannot change to --runtime {runtime}", "", why, f"lab down {name} first")
+    lifecycle.refuse_other_settings(runs, backend, runtime)
     changes = changing.to_manifests(name, files, dry_run=dry_run, timeout=timeout)
     if changes.diff:
         _warn(changes.mesh)
@@ -472,7 +473,7 @@ def verify(
         what,
         only=only,
         backend=backend,
-        runtime=runtime,
+        runtime=runtime if _chosen("runtime") else None,
         proof=proof,
         log=lambda line: click.echo(line, err=True),
         progress=_progress,

@@ -216,6 +216,19 @@ def inspect(name: str) -> Info:
     return ask(name, {"op": "inspect"})
 
 
+def refuse_other_settings(info: Info, iptables: str, runtime: str | None) -> None:
+    """What a lab that runs (``info``: see `inspect`) cannot change. ``auto`` and None ask for nothing.
+
+    Raises:
+        InputError: it runs with another back end or runtime.
+    """
+    wanted = {"iptables": None if iptables == "auto" else iptables, "runtime": runtime}
+    for setting, value in wanted.items():
+        if value not in (None, info[setting]):
+            name, why = info["name"], f"it runs with {info[setting]}"
+            raise InputError(f"lab {name} cannot change to --{setting} {value}", "", why, f"lab down {name} first")
+
+
 def discovery_status(name: str) -> Info:
     """What the lab's control plane says of each proxy: versions, acknowledgements and refusals with Envoy's text."""
     return ask(name, {"op": "discovery"})

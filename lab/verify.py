@@ -75,17 +75,18 @@ def verify(
     only: str | None,
     backend: str,
     log: Callable[[str], None],
-    runtime: str = "netns",
+    runtime: str | None = None,
     proof: Proof = "observed",
     progress: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
     """Runs the tests of the running lab ``what`` names, or of manifests, whose lab is then brought up and taken down.
 
     Nothing given means the only lab that is up. ``log`` gets a line when something is not as asked for, ``progress`` one for
-    each phase. ``proof``: see `lab.proofs`; for ``predicted`` nothing is run at all.
+    each phase. ``proof``: see `lab.proofs`; for ``predicted`` nothing is run at all. ``backend`` and ``runtime`` (None:
+    ``netns``, or what a running lab has) are those of a lab that is brought up.
 
     Raises:
-        InputError: nothing to run, or bad manifests. LabError: the lab does not come up.
+        InputError: nothing to run, bad manifests, or the lab runs with another ``backend`` or ``runtime``. LabError: the lab does not come up.
     """
     from lab.probe import runner
 
@@ -148,7 +149,7 @@ def _lab(
     only: str | None,
     backend: str,
     log: Callable[[str], None],
-    runtime: str,
+    runtime: str | None,
     progress: Callable[[str], None],
 ) -> Iterator[tuple[lifecycle.Lab, Mesh]]:
     from lab.probe import runner
@@ -170,6 +171,7 @@ def _lab(
                 )
             raise InputError(f'no lab and no file is called "{name}"', next_step="See `lab ls`, or give a FILE")
         lab, mesh = lifecycle.attach(name), lifecycle.stored_mesh(name)
+        lifecycle.refuse_other_settings(lab.info, backend, runtime)
         with alone(name, log):
             yield lab, mesh
         return
@@ -180,6 +182,7 @@ def _lab(
         stored = _stored_manifests(mesh.name)
         if stored == sorted(Path(file).read_bytes() for file in mesh.files):
             lab = lifecycle.attach(mesh.name)
+            lifecycle.refuse_other_settings(lab.info, backend, runtime)
             with alone(mesh.name, log):
                 yield lab, mesh
             return
@@ -187,7 +190,7 @@ def _lab(
         if stored is not None:
             mesh = _beside(mesh, mesh.name, "a lab of that name runs other manifests", log)
     progress(f"{mesh.name}: up, {len(mesh.pods)} pods")
-    lab = _brought_up(mesh, backend, runtime, log)
+    lab = _brought_up(mesh, backend, runtime or "netns", log)
     mesh = replace(mesh, name=lab.name)
     with ExitStack() as stack:
         try:

@@ -110,3 +110,18 @@ def test_the_lab_of_a_run_of_tests_is_nobody_elses(tmp_path: Path) -> None:
         assert used.inspect()["pods"] == pods
     finally:
         used.down()
+
+
+def test_a_lab_that_runs_with_something_else_is_not_verified_as_it_is(tmp_path: Path) -> None:
+    name = f"slt-{os.getpid()}-other"
+    file = tmp_path / f"{name}.yaml"
+    file.write_text(MANIFESTS)
+    with lifecycle.running(load.load([str(file)]), name) as up:
+        other = "nft" if up.backend == "legacy" else "legacy"
+        for what in (name, str(file)):
+            for option, value, has in (("--iptables", other, up.backend), ("--runtime", "docker", "netns")):
+                told = (
+                    f"error: lab {name} cannot change to {option} {value}: it runs with {has}. lab down {name} first\n"
+                )
+                assert lab("verify", what, option, value) == (2, told)
+        assert lab("verify", str(file), "--iptables", up.backend, "--runtime", "netns")[0] == 0
