@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from lab.errors import InputError, LabError
 from lab.fabric import paths, record
@@ -247,6 +247,26 @@ def drain(name: str) -> None:
     with suppress(InputError):
         if record.info(name).state == "running":
             ask(name, {"op": "drain"}, timeout=_DRAIN)
+
+
+def state(name: str, lab_id: str, seconds: float = 10.0) -> Literal["running", "crashed", "gone"]:
+    """What became of a lab (``lab_id``: of its `record.LabInfo`). One that is just ending is waited for, so long at most."""
+    answers = False
+    with suppress(LabError):
+        inspect(name)
+        answers = True
+    known = _known(name, lab_id)
+    if known is not None and known.state == "running" and not answers:
+        _wait_for_end(known.pid, seconds)  # its socket closes first of all, its process ends last
+        known = _known(name, lab_id)
+    return "gone" if known is None else known.state
+
+
+def _known(name: str, lab_id: str) -> record.LabInfo | None:
+    with suppress(InputError):
+        known = record.info(name)
+        return known if known.id == lab_id else None
+    return None
 
 
 def stop(name: str, *, graceful: bool = False) -> list[str]:

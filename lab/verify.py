@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lab import lifecycle
-from lab.errors import InputError
+from lab.errors import InputError, LabError
 from lab.fabric import paths, record
 from lab.memory import mesh_of
 
 if TYPE_CHECKING:
-    from lab.manifests.model import Mesh
+    from lab.manifests.model import Mesh, TrafficTest
     from lab.proofs import Proof
     from lab.verdict import Verdict
 
@@ -95,13 +95,38 @@ def verify(
     with _lab(what, only, backend, log, runtime, progress) as (lab, mesh):
         tests = runner.select(mesh.tests, only)
         progress(f"{lab.name}: {len(tests)} tests")
-        verdicts = runner.run_tests(lab.name, mesh, tests)
+        verdicts = _run(lab.name, mesh, tests)
         if proof == "observed":
             return Outcome(lab.name, lab.backend, verdicts)
         from lab import proofs
 
         predictions = proofs.predicted(mesh, tests, lab.backend)  # type: ignore[arg-type]
         return Outcome(lab.name, lab.backend, proofs.held_against(verdicts, predictions), predictions)
+
+
+def _run(name: str, mesh: Mesh, tests: Sequence[TrafficTest]) -> list[Verdict]:
+    """The verdicts. Of flows that end because the lab is taken down there are none, whatever was seen of them.
+
+    Raises:
+        InputError: the lab is gone, or has crashed.
+    """
+    from lab.probe import runner
+
+    lab_id = record.info(name).id
+    try:
+        verdicts = runner.run_tests(name, mesh, tests)
+    except LabError:
+        _has_to_run(name, lab_id)
+        raise
+    if not all(verdict.passed for verdict in verdicts):
+        _has_to_run(name, lab_id)
+    return verdicts
+
+
+def _has_to_run(name: str, lab_id: str) -> None:
+    state = lifecycle.state(name, lab_id)
+    if state != "running":
+        raise _gone(name) if state == "gone" else _crashed(name)
 
 
 def _predicted(what: Sequence[str], only: str | None, backend: str) -> Outcome:
@@ -143,6 +168,10 @@ def _gone(name: str) -> InputError:
     return InputError(f'lab "{name}" is gone', why="another process took it down", next_step="See `lab ls`")
 
 
+def _crashed(name: str) -> InputError:
+    return InputError(f'lab "{name}" has crashed', why="its process is gone", next_step=f"Run `lab down {name}`")
+
+
 @contextmanager
 def _lab(
     what: Sequence[str],
@@ -166,9 +195,7 @@ def _lab(
         name = what[0] if what else up[0]
         if name not in up:
             if any(lab.name == name for lab in record.list_labs()):
-                raise InputError(
-                    f'lab "{name}" has crashed', why="its process is gone", next_step=f"Run `lab down {name}`"
-                )
+                raise _crashed(name)
             raise InputError(f'no lab and no file is called "{name}"', next_step="See `lab ls`, or give a FILE")
         lab, mesh = lifecycle.attach(name), lifecycle.stored_mesh(name)
         lifecycle.refuse_other_settings(lab.info, backend, runtime)

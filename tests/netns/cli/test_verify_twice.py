@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from lab import lifecycle, verify
 from lab.errors import InputError
 from lab.fabric import paths, record
 from lab.manifests import load
+from lab.runtime import enter
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(180)]
 
@@ -125,3 +127,49 @@ def test_a_lab_that_runs_with_something_else_is_not_verified_as_it_is(tmp_path: 
                 )
                 assert lab("verify", what, option, value) == (2, told)
         assert lab("verify", str(file), "--iptables", up.backend, "--runtime", "netns")[0] == 0
+
+
+@pytest.mark.parametrize("brought_up", [True, False], ids=["its-own", "somebodys"])
+def test_a_lab_that_is_taken_down_under_a_flow_is_gone(tmp_path: Path, brought_up: bool) -> None:
+    name = f"slt-{os.getpid()}-under"
+    file = tmp_path / f"{name}.yaml"
+    silent = "to: {host: web.shop, port: 9001, protocol: tcp}\n  timeout: 60s"
+    asked = MANIFESTS.replace(
+        "ports: [{name: tcp, port: 9000}]", "ports: [{name: tcp, port: 9000}, {name: b, port: 9001}]"
+    )
+    file.write_text(asked.replace("to: {host: web.shop, port: 9000, protocol: tcp}", silent))
+    begin: queue.Queue[str] = queue.Queue()
+    go: queue.Queue[None] = queue.Queue()
+    ended: queue.Queue[str] = queue.Queue()
+
+    def progress(line: str) -> None:
+        if line.endswith(" 1 tests"):
+            begin.put(line)
+            go.get(timeout=60)
+
+    def run() -> None:
+        what = [str(file)] if brought_up else [name]
+        try:
+            outcome = verify.verify(what, only=None, backend="auto", log=print, progress=progress)
+            ended.put(str(outcome.to_json()))
+        except Exception as error:
+            ended.put(f"{type(error).__name__}: {error}")
+
+    try:
+        if not brought_up:
+            lifecycle.Lab.up(load.load([str(file)]), name)
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        begin.get(timeout=90)
+        with enter.netns(paths.netns_path(name, "web.shop")):
+            server = socket.create_server(("", 9001))
+        with server:
+            server.settimeout(60)
+            go.put(None)
+            flow, _ = server.accept()  # and no answer: it is under way now
+            with flow:
+                record.down(name)
+        assert ended.get(timeout=60) == f'InputError: lab "{name}" is gone: another process took it down. See `lab ls`'
+        thread.join()
+    finally:
+        record.down(name)
