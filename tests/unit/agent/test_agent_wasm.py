@@ -14,6 +14,7 @@ import os
 import socket
 import tarfile
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from udpa.type.v1 import typed_struct_pb2
 
 from agent.environment import Environment
 from agent.metrics import Metrics
+from agent.wasm import login
 from agent.wasm.cache import ModuleCache, Wanted
 from agent.wasm.convert import ConversionError, convert
 from agent.wasm.fetch import FetchError, refused, unwrap
@@ -625,6 +627,16 @@ def test_a_credential_helper_knows_the_login(setting: str, secret: bool, tmp_pat
         ("", "error getting credentials: docker-credential-mine answers without JSON"),
         (None, "error getting credentials: docker-credential-mine: No such file or directory"),
         (UNKNOWN, "could not fetch manifest: status code 401"),
+        ("yes", "error getting credentials: docker-credential-mine answers with more than 64 KiB"),
+        ("head -c 50000 /dev/zero | tr '\\0' '['", "docker-credential-mine answers without JSON"),
+        (
+            """printf %s '{"Username": "me\\r\\nX-Evil: 1", "Secret": "word"}'""",
+            "the answer of docker-credential-mine: the login for HOST/private has control characters",
+        ),
+        (
+            """printf %s '{"Username": "<token>", "Secret": "word\\u0000"}'""",
+            "the answer of docker-credential-mine: the login for HOST/private has control characters",
+        ),
     ],
 )
 def test_credential_helpers_that_do_not_help(body: str | None, reason: str, tmp_path: Path, site: Site) -> None:
@@ -637,10 +649,49 @@ def test_credential_helpers_that_do_not_help(body: str | None, reason: str, tmp_
         rig = Rig(tmp_path, docker_config=options.docker_config, environment=options.environment)
         with pytest.raises(FetchError) as caught:
             await rig.get(f"oci://{site.host}/private:v1", timeout=0.5)
-        assert str(caught.value).endswith(reason)
+        assert str(caught.value).endswith(reason.replace("HOST", site.host))
         assert "word" not in str(caught.value)
+        assert "\n" not in str(caught.value)
 
     run(job)
+
+
+@pytest.mark.parametrize("answer", ['{"Username": null, "Secret": null}', "{}"])
+def test_a_helper_without_a_name_knows_nobody(answer: str, tmp_path: Path) -> None:
+    options = from_environment(Environment(helper(tmp_path, "mine", f"echo '{answer}'")))
+    found = login.find(b'{"credsStore": "mine"}', "r.example", "x", options, time.monotonic() + DEADLINE)
+    assert found == login.NOBODY
+
+
+def test_a_helper_gives_a_password_alone(tmp_path: Path) -> None:
+    answer = """echo '{"Username": null, "Secret": "word"}'"""
+    options = from_environment(Environment(helper(tmp_path, "mine", answer)))
+    found = login.find(b'{"credsStore": "mine"}', "r.example", "x", options, time.monotonic() + DEADLINE)
+    assert base64.b64decode(found.basic) == b":word"
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ("[" * 100_000, "WHAT is no Docker configuration"),
+        ('{"auths": {"r.example": {"username": "me", "password": "wo\\rrd"}}}', "WHAT: the login for r.example has"),
+        ('{"auths": {"r.example": {"auth": "bWU6d29yZA==\\r\\nX-Evil: 1"}}}', "WHAT: the login for r.example has"),
+        ('{"auths": {"r.example": {"auth": "bWU6d29yZAo="}}}', "WHAT: the login for r.example has control characters"),
+        (
+            '{"auths": {"r.example": {"registrytoken": "a\\nb"}}}',
+            "WHAT: the login for r.example has control characters",
+        ),
+    ],
+)
+@pytest.mark.parametrize("secret", [True, False])
+def test_logins_that_cannot_be_used(config: str, reason: str, secret: bool, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    options = from_environment(Environment({"DOCKER_CONFIG": str(tmp_path)}))
+    with pytest.raises(FetchError) as caught:
+        login.find(config.encode() if secret else b"", "r.example", "x", options, time.monotonic() + DEADLINE)
+    what = "the image pulling secret" if secret else str(tmp_path / "config.json")
+    assert str(caught.value).startswith(reason.replace("WHAT", what))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -652,6 +703,8 @@ def test_credential_helpers_that_do_not_help(body: str | None, reason: str, tmp_
         ('{"auths": {"HOST": {"auth": "bWU6d29yZA=="}, "x": {}}}', False),
         ('{"auths": {"HOST": {"auth": "bWU6d29yZA=="}}, "credsStore": "mine"}', False),
         ('{"auths": {"HOST": {"auth": "bWU="}}}', False),
+        ('{"auths": {"HOST": {"auth": "bWU6d29yZAo="}}}', False),
+        ("[" * 100_000, False),
         ("rubbish", False),
         ("", False),
     ],
