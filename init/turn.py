@@ -31,7 +31,11 @@ WAITING = 4096
 """Runs that can wait at the same time before they poll; the kernel's own limit is net.core.somaxconn."""
 
 PAUSE = 0.01
-"""Seconds until the next try where the kernel announces nothing: the name is bound, but its socket does not listen."""
+"""Seconds until the next try where the kernel announces nothing, or announces an end that is none."""
+
+_UNSEEN = "held by a process that cannot be seen from this pid namespace"
+_SILENT = "its holder does not listen, so the kernel does not tell who it is"
+_CROWDED = "so many wait for it that the kernel does not tell who holds it"
 
 
 @contextmanager
@@ -55,7 +59,7 @@ def taken(wait: float, log: Log) -> Iterator[None]:
 
 
 def _bound(deadline: float, wait: float, log: Log) -> socket.socket:
-    holder = ""
+    holder, told = "", set[str]()
     while True:
         mine = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -67,35 +71,51 @@ def _bound(deadline: float, wait: float, log: Log) -> socket.socket:
             mine.close()
             if error.errno != errno.EADDRINUSE:
                 raise
-        holder = _wait_for_its_end(deadline, log) or holder
+        holder = _wait_for_its_end(deadline, log, told) or holder
         if time.monotonic() >= deadline:
-            by = holder or "held by a process that cannot be seen from this pid namespace"
             raise LockHeld(
                 f"cannot get the lock of this network namespace in {wait:g}s",
-                by,
+                holder or _CROWDED,
                 "End that process or raise --lock-wait",
             )
 
 
-def _wait_for_its_end(deadline: float, log: Log) -> str:
-    """Waits until the socket that has the name is closed, or the deadline; says who has it if that can be seen."""
+def _wait_for_its_end(deadline: float, log: Log, told: set[str]) -> str:
+    """Waits until the socket that has the name is closed, or the deadline; says who has it, empty if that is not told.
+
+    Args:
+        told: holders that the log names already.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
         other.setblocking(False)
         try:
             other.connect(NAME)
-        except (ConnectionRefusedError, BlockingIOError):
-            select.select([], [], [], min(PAUSE, max(0.0, deadline - time.monotonic())))
+        except BlockingIOError:
+            # As many wait as can.
+            _pause(deadline)
             return ""
+        except ConnectionRefusedError:
+            _pause(deadline)
+            return _SILENT
         pid, _, _ = struct.unpack("=iII", other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        holder = _named(pid)
+        holder = _named(pid) or _UNSEEN
+        if holder in told:
+            # Its socket is still there: it accepts and closes, which no run does.
+            _pause(deadline)
         left = deadline - time.monotonic()
         if left > 0:
-            log.info(f"waiting for another run in this network namespace{holder and ': ' + holder}")
+            if holder not in told:
+                told.add(holder)
+                log.info(f"waiting for another run in this network namespace: {holder}")
             ended = select.poll()
-            # Nobody accepts or answers: the only event is its end.
+            # No run accepts or answers: the only event is its end.
             ended.register(other, 0)
             ended.poll(left * 1000)
-        return holder
+    return holder
+
+
+def _pause(deadline: float) -> None:
+    select.select([], [], [], min(PAUSE, max(0.0, deadline - time.monotonic())))
 
 
 def _named(pid: int) -> str:

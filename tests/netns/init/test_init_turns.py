@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from init_pod import DEFAULT, HERE, QUIET, Net, Place, Run, backends, stand_in
@@ -169,10 +170,42 @@ def test_the_next_run_waits_for_the_tool_of_a_killed_one(pods: Net, tmp_path: Pa
 def test_a_name_that_nobody_listens_on_is_waited_for_as_long(pods: Net) -> None:
     """Not one of ours: the kernel tells neither who has it nor when it ends, and yet the run ends in time or works."""
 
-    def work() -> list[int]:
+    def work() -> list[Any]:
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.bind(turn.NAME)
-            held = HERE.init("--ipv6=off", "--backend=nft", "--lock-wait=50ms", QUIET).code
-        return [held, HERE.init("--ipv6=off", "--backend=nft", "--lock-wait=50ms", QUIET).code]
+            held = HERE.init("--ipv6=off", "--backend=nft", "--lock-wait=50ms", QUIET)
+        return [held.code, held.err, HERE.init("--ipv6=off", "--backend=nft", "--lock-wait=50ms", QUIET).code]
 
-    assert pods.pod.call(work) == [1, 0]
+    assert pods.pod.call(work) == [
+        1,
+        "error: cannot get the lock of this network namespace in 0.05s: its holder does not listen, so the kernel does not "
+        "tell who it is. End that process or raise --lock-wait\n",
+        0,
+    ]
+
+
+def test_one_that_takes_connections_and_closes_them_is_named_once(pods: Net) -> None:
+    """Not one of ours: each end of a connection looks like the end of a run."""
+
+    def holder(pipe: int) -> None:
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.bind(turn.NAME)
+            stranger.listen()
+            os.write(pipe, b"r")
+            while True:
+                stranger.accept()[0].close()
+                os.write(pipe, b".")
+
+    pid, reader = pods.pod.fork(holder)
+    try:
+        assert os.read(reader, 1) == b"r"
+        run = pods.pod.init("--ipv6=off", "--backend=nft", "--lock-wait=200ms")
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    with os.fdopen(reader, "rb") as told:
+        tries = len(told.read())
+    assert run.code == 1
+    assert run.err.count("waiting for another run") == 1
+    assert f"in 0.2s: held by pid {pid}. End" in run.err
+    assert 1 < tries <= 0.2 / turn.PAUSE + 2
