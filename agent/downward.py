@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 
+from agent.files import read_text
+
 _SIMPLE = {"a": 7, "b": 8, "f": 12, "n": 10, "r": 13, "t": 9, "v": 11, "\\": 92}
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([0-7]{3})|(.))", re.DOTALL)
 
@@ -92,5 +94,4 @@ def read_downward_api(path: str) -> dict[str, str]:
         OSError: it cannot be read.
         ValueError: it is malformed.
     """
-    with open(path, encoding="utf-8", errors="surrogateescape") as file:
-        return parse_downward_api(file.read())
+    return parse_downward_api(read_text(path, errors="surrogateescape"))

@@ -20,10 +20,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from agent import compliance, network
 from agent.errors import AgentError
+from agent.files import read_text
 from agent.protos import proxy_config_pb2 as pb
 from agent.proxy_config import parse_yaml
 
@@ -100,7 +100,7 @@ def read_override(path: str, host_ip: str) -> str:
     if not path:
         return ""
     try:
-        text = Path(path).read_text()
+        text = read_text(path)
         if ":" in host_ip:
             host_ip = f"[{host_ip}]"
             text = text.replace("[$(HOST_IP)]", host_ip)

@@ -16,6 +16,7 @@ from agent.downward import read_downward_api
 from agent.environment import Environment
 from agent.envoy import EnvoyOptions, read_override
 from agent.errors import AgentError, UsageError
+from agent.files import read_text
 from agent.flags import Flag, Parsed
 from agent.log import DEFAULT_LEVELS
 from agent.node import Node, NodeOptions, build_node, dns_domain, node_id, pilot_san
@@ -134,11 +135,12 @@ def resolve(parsed: Parsed, environ: Mapping[str, str]) -> ProxyOptions:
     labels = _optional_file(paths.POD_LABELS, "labels")
     mesh_file = None
     try:
-        with open(parsed.string("meshConfig"), encoding="utf-8") as file:
-            mesh_file = file.read()
+        mesh_file = read_text(parsed.string("meshConfig"))
     except FileNotFoundError:
         pass
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UsageError(f"failed to read mesh config file {parsed.string('meshConfig')}", error.strerror) from None
+    except ValueError as error:
         raise UsageError(f"failed to read mesh config file {parsed.string('meshConfig')}", error) from None
     config = proxy_config.construct(
         mesh_file,
@@ -262,16 +264,16 @@ def bootstrap_source(options: ProxyOptions) -> str:
 
 def _check_template(path: str) -> None:
     try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if "{{" in line:
-                    raise AgentError(
-                        f"bootstrap template {path}, line {number}",
-                        "Go template actions are not rendered",
-                        "Give a complete bootstrap (JSON or YAML; ISTIO_BOOTSTRAP, customConfigFile,"
-                        " proxyBootstrapTemplatePath), or change the generated one with ISTIO_BOOTSTRAP_OVERRIDE.",
-                    )
+        text = read_text(path)
     except OSError as error:
         raise AgentError(f"failed to read the bootstrap template {path}", error.strerror) from None
     except UnicodeDecodeError:
         raise AgentError(f"failed to read the bootstrap template {path}", "it is no text") from None
+    for number, line in enumerate(text.split("\n"), 1):
+        if "{{" in line:
+            raise AgentError(
+                f"bootstrap template {path}, line {number}",
+                "Go template actions are not rendered",
+                "Give a complete bootstrap (JSON or YAML; ISTIO_BOOTSTRAP, customConfigFile,"
+                " proxyBootstrapTemplatePath), or change the generated one with ISTIO_BOOTSTRAP_OVERRIDE.",
+            )

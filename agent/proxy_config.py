@@ -68,6 +68,8 @@ def parse_yaml(text: str) -> dict[str, Any]:
         data = json.loads(text)
     except ValueError:
         data = _load_yaml(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     if data is None:
         return {}
     if not isinstance(data, dict):
@@ -115,6 +117,8 @@ def _load_yaml(text: str) -> Any:
             loader.dispose()
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(" ".join(str(error).split())) from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def merge(base: pb.ProxyConfig, overlay: Mapping[str, Any]) -> pb.ProxyConfig:

@@ -16,7 +16,7 @@ import grpc.aio
 
 from agent import compliance, paths
 from agent.errors import AgentError
-from agent.files import read_file
+from agent.files import read_file, read_text
 from agent.options import ProxyOptions
 from agent.protos import proxy_config_pb2 as pb
 from agent.proxy_config import split_host_port
@@ -40,8 +40,7 @@ SYSTEM_ROOTS = (
 def read_token(path: str = paths.TOKEN) -> str:
     """The service account token, empty if there is none."""
     try:
-        with open(path, encoding="utf-8") as file:
-            return file.read().strip()
+        return read_text(path).strip()
     except (OSError, ValueError) as error:
         log.debug("failed to fetch token from file: %s", error)
         return ""

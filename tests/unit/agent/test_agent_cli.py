@@ -285,6 +285,47 @@ def test_a_template_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     assert done.stderr == "Error: failed to read the bootstrap template lost.json: No such file or directory\n"
 
 
+def odd_file(path: Path, kind: str) -> None:
+    """Something under a file's name that is none, or too much of one."""
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, (8 << 20) + 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("pipe", "not a regular file"), ("device", "not a regular file"), ("big", "larger than 8 MiB")],
+)
+def test_what_is_no_file_is_refused_in_one_line(kind: str, reason: str, tmp_path: Path) -> None:
+    odd_file(tmp_path / "odd", kind)
+    for what, given, env in (
+        ("mesh config file", ["--meshConfig=odd"], {}),
+        ("the bootstrap template", [], {"ISTIO_BOOTSTRAP": "odd"}),
+    ):
+        done = agent("proxy", "--dry-run", *given, cwd=tmp_path, env=env)
+        assert (done.returncode, done.stdout) == (255, "")
+        assert done.stderr == f"Error: failed to read {what} odd: {reason}\n"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "big"])
+def test_an_optional_file_that_is_none_is_left_out(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "etc/istio/pod").mkdir(parents=True)
+    for name in ("etc/istio/pod/annotations", "etc/istio/pod/labels", "override"):
+        odd_file(tmp_path / name, kind)
+    done = agent("proxy", "--dry-run", cwd=tmp_path, env={"ISTIO_BOOTSTRAP_OVERRIDE": "override"})
+    assert done.returncode == 0
+    for told in (
+        "failed to read pod annotations: ",
+        "failed to read pod labels: ",
+        "Failed to read bootstrap override: ",
+    ):
+        assert told in done.stdout + done.stderr
+
+
 def test_version(tmp_path: Path) -> None:
     assert agent("version", "--short", cwd=tmp_path).stdout.strip() == "0.1.0"
     assert json.loads(agent("version", "-o", "json", cwd=tmp_path).stdout)["clientVersion"]["version"] == "0.1.0"

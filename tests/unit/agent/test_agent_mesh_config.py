@@ -108,6 +108,7 @@ def test_a_valid_file_gives_its_proxy_configuration() -> None:
         ("defaultConfig: {statusPort: 0}", "invalid status port"),
         ("a: [", "line 2, column 1"),
         ("- a", "expected a mapping"),
+        pytest.param("[" * 100_000, "nested too deeply", id="deep"),
     ],
 )
 def test_a_file_that_is_refused(text: str, problem: str) -> None:
