@@ -18,6 +18,7 @@ from google.protobuf import json_format
 from agent.environment import parse_int
 from agent.protos import mesh_config_pb2 as pb
 from agent.proxy_config import label_problem, normalised
+from agent.wrong_types import wrong_types
 
 log = logging.getLogger("default")
 
@@ -48,13 +49,21 @@ def parse(data: Mapping[str, Any]) -> pb.MeshConfig:
     config = pb.MeshConfig(proxy_listen_port=15001, trust_domain="cluster.local")
     config.connect_timeout.seconds = 10
     config.protocol_detection_timeout.seconds = 0
-    # What it says of proxies is merged elsewhere.
-    fields = {key: value for key, value in data.items() if key not in ("defaultConfig", "default_config")}
     try:
-        json_format.ParseDict(normalised(pb.MeshConfig.DESCRIPTOR, fields), config)
+        json_format.ParseDict(normalised(pb.MeshConfig.DESCRIPTOR, _own(data)), config)
     except (json_format.ParseError, TypeError) as error:
         raise ValueError(f"failed to convert to proto: {' '.join(str(error).split())}") from None
     return config
+
+
+def type_problems(data: Mapping[str, Any]) -> list[str]:
+    """Each value that does not fit its field, with its path."""
+    return list(wrong_types(pb.MeshConfig.DESCRIPTOR, _own(data)))
+
+
+def _own(data: Mapping[str, Any]) -> dict[str, Any]:
+    # What it says of proxies is merged elsewhere.
+    return {key: value for key, value in data.items() if key not in ("defaultConfig", "default_config")}
 
 
 def problems(config: pb.MeshConfig) -> list[str]:

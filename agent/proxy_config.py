@@ -26,6 +26,7 @@ from agent.duration import parse_duration
 from agent.environment import parse_int, well_formed
 from agent.errors import AgentError
 from agent.protos import proxy_config_pb2 as pb
+from agent.wrong_types import wrong_types
 
 log = logging.getLogger("default")
 
@@ -135,8 +136,9 @@ def merge(base: pb.ProxyConfig, overlay: Mapping[str, Any]) -> pb.ProxyConfig:
         fields = normalised(pb.ProxyConfig.DESCRIPTOR, overlay)
         # Unknown fields are gone already; an unknown enum value must stay an error.
         json_format.ParseDict(fields, layer)
-    except (json_format.ParseError, TypeError) as error:
-        raise ValueError(f"could not parse proxy config: {' '.join(str(error).split())}") from None
+    except (json_format.ParseError, TypeError, ValueError) as error:
+        told = "; ".join(wrong_types(pb.ProxyConfig.DESCRIPTOR, overlay)) or " ".join(str(error).split())
+        raise ValueError(f"could not parse proxy config: {told}") from None
     merged = pb.ProxyConfig()
     merged.CopyFrom(base)
     by_json_name = {field.json_name: field for field in pb.ProxyConfig.DESCRIPTOR.fields}
@@ -301,11 +303,14 @@ def _apply_mesh_file(path: str, text: str, base: pb.ProxyConfig) -> pb.ProxyConf
     log.info("Apply mesh config from file %s %s", path, " ".join(text.split()))
     try:
         data = parse_yaml(text)
-        mesh = mesh_config.parse(data)
         layer = data.get("defaultConfig") or {}
         if not isinstance(layer, dict):
             raise ValueError("defaultConfig must be a mapping")
-        config = merge(base, layer)
+        try:
+            mesh, config = mesh_config.parse(data), merge(base, layer)
+        except ValueError as error:
+            wrong = [*mesh_config.type_problems(data), *wrong_types(pb.ProxyConfig.DESCRIPTOR, layer, "defaultConfig.")]
+            raise ValueError(f"failed to convert to proto: {'; '.join(wrong)}" if wrong else str(error)) from None
         if problems := mesh_config.problems(mesh) + validate(config):
             raise ValueError("; ".join(problems))
     except ValueError as error:

@@ -126,6 +126,43 @@ def test_all_problems_are_told_at_once() -> None:
         construct('connectTimeout: 0s\ntrustDomain: ""\ndefaultConfig: {configPath: ""}', "", {})
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "defaultConfig: {concurrency: abc}",
+            'defaultConfig.concurrency: expected a whole number of 32 bits, got "abc"',
+        ),
+        (
+            "proxyListenPort: many\nconnectTimeout: soon\nfoo: 1\ndefaultConfig: {drainDuration: 5, proxyMetadata: {A: 3}}",
+            'proxyListenPort: expected a whole number of 32 bits, got "many"; connectTimeout: invalid duration "soon"; '
+            "defaultConfig.drainDuration: expected a duration such as 10s, got 5; "
+            "defaultConfig.proxyMetadata.A: expected text, got 3",
+        ),
+        # What validation refuses comes when every value fits.
+        ("connectTimeout: -1s\ntrustDomain: 4", "trustDomain: expected text, got 4"),
+        ("accessLogEncoding: XML", 'accessLogEncoding: expected one of TEXT, JSON, got "XML"'),
+        ("enablePrometheusMerge: 4", "enablePrometheusMerge: expected true or false, got 4"),
+        ("extensionProviders: 3", "extensionProviders: expected a list, got 3"),
+        ("extensionProviders: [{name: x}, 3]", "extensionProviders[1]: expected a mapping, got 3"),
+        (
+            "extensionProviders: [{name: x, zipkin: {port: -1}}]",
+            "extensionProviders[0].zipkin.port: expected a whole number of 32 bits, not negative, got -1",
+        ),
+        ("trustDomainAliases: [a, 3]", "trustDomainAliases[1]: expected text, got 3"),
+        (
+            "localityLbSetting: {distribute: [{from: a, to: {b: x}}]}",
+            'localityLbSetting.distribute[0].to.b: expected a whole number of 32 bits, not negative, got "x"',
+        ),
+        ("defaultConfig: {tracing: {sampling: [1]}}", "defaultConfig.tracing.sampling: expected a number, got [1]"),
+    ],
+)
+def test_values_that_do_not_fit_are_named_by_their_fields(text: str, told: str) -> None:
+    with pytest.raises(AgentError) as caught:
+        construct(text, "", {})
+    assert str(caught.value) == f"failed to unmarshal mesh config from file {PATH}: failed to convert to proto: {told}"
+
+
 def test_other_spellings_of_the_proxy_configuration_are_none() -> None:
     assert construct("default_config: {concurrency: 3}", "", {}).concurrency.value == 0
 
