@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("default")
 
 REQUEST_BODY_LIMIT = 1 << 20
+LENGTH_LIMIT = 1 << 63
+"""What no Content-Length reaches (Go: net/http, parseContentLength); a body of such a length would never end."""
 GZIP_MINIMUM = 1024
 IDLE_SECONDS = 60.0
 _REASONS = {
@@ -123,6 +125,8 @@ async def _read_request(connection: h11.Connection, reader: asyncio.StreamReader
         first = await next_event(connection, reader)
         if not isinstance(first, h11.Request):
             return None
+        if any(name == b"content-length" and int(value) >= LENGTH_LIMIT for name, value in first.headers):
+            raise h11.RemoteProtocolError("bad Content-Length", error_status_hint=400)
         body = b""
         while isinstance(event := await next_event(connection, reader), h11.Data):
             body += event.data

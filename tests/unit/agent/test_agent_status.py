@@ -959,6 +959,18 @@ def test_http_server_keeps_connections_and_survives_rubbish() -> None:
     run(job)
 
 
+@pytest.mark.parametrize("length", ["9223372036854775808", "99999999999999999999", "9" * 40, "-1", "x"])
+def test_a_length_that_is_none_is_a_400(length: str) -> None:
+    async def job() -> None:
+        async with Peer(lambda _: Response(200)) as peer:
+            reader, writer = await asyncio.open_connection("127.0.0.1", peer.port)
+            writer.write(f"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode())
+            assert (await reader.read()).startswith(b"HTTP/1.1 400 Bad Request")
+            writer.close()
+
+    run(job)
+
+
 def test_a_handler_that_raises_is_a_500() -> None:
     async def job() -> None:
         def broken(_: Request) -> Response:
