@@ -16,7 +16,7 @@ from typing import Any
 from . import edits, environment, flags, native, restore, rules, state, surprises
 from .config import DOCKER_RESOLVER, Config, from_flags, validate
 from .errors import InitError, UsageError
-from .log import Log, level_of, opened, targets_of
+from .log import Log, level_of, opened, put, targets_of
 from .model import Rule
 
 
@@ -98,8 +98,7 @@ def _say(text: str, comfort: str = "") -> None:
     try:
         if sys.stdout is None:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        put(sys.stdout, text)
     except OSError as error:
         raise InitError("cannot write to standard output", error.strerror or str(error), comfort) from None
 

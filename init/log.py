@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import TextIO
 
 from .errors import InitError
 
@@ -70,22 +71,26 @@ class Log:
 def _append(target: str, text: str) -> None:
     if target in ("stdout", "stderr"):
         stream = sys.stdout if target == "stdout" else sys.stderr
-        if stream is None:  # it was closed before the start
-            return
-        try:
-            descriptor = stream.fileno()
-        except OSError:  # something else in its place
-            stream.write(text)
-            return
-        # Not through the stream: it would keep what it cannot write, try again at the end of Python, and fail the whole run.
-        stream.flush()
-        _write_all(descriptor, text)
+        if stream is not None:  # it was closed before the start
+            put(stream, text)
         return
     descriptor = _open(target)
     try:
         _write_all(descriptor, text)
     finally:
         os.close(descriptor)
+
+
+def put(stream: TextIO, text: str) -> None:
+    """Writes to a standard stream, but not through its buffer, which would keep what it cannot write, try again at the end of
+    Python, and give the whole run another exit code. Raises OSError."""
+    try:
+        descriptor = stream.fileno()
+    except OSError:  # something else in its place
+        stream.write(text)
+        return
+    stream.flush()
+    _write_all(descriptor, text)
 
 
 def _write_all(descriptor: int, text: str) -> None:

@@ -721,7 +721,8 @@ def test_tcp_probes() -> None:
 
 def test_a_slow_probe_times_out(caplog: pytest.LogCaptureFixture) -> None:
     async def job() -> None:
-        silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+        held: list[object] = []  # a writer that nobody has any more closes its connection
+        silent = await asyncio.start_server(lambda *streams: held.append(streams), "127.0.0.1", 0)
         port = silent.sockets[0].getsockname()[1]
         async with Rig(probers=prober_for("httpGet", port, timeout=1)) as rig:
             assert (await rig.get("/app-health/a/livez")).status == 500
