@@ -63,8 +63,8 @@ class Memory:
         if key in self._kept:
             try:
                 known: T = pickle.loads(self._kept[key])
-            except Exception:
-                pass  # unpickling a damaged file may raise anything, and costs time alone
+            except Exception:  # unpickling a damaged file may raise anything, and costs time alone
+                pass
             else:
                 return known
         self._changed = True

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from lab.manifests.document import locate
+from lab.manifests.go_bool import parse_bool
 from lab.manifests.item import Item
 from lab.manifests.model import AppProbe, Pod
 from lab.manifests.problems import Problems
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from lab.manifests.schema import probe
 
 REWRITE = "sidecar.istio.io/rewriteAppHTTPProbers"
-_FALSE = frozenset({"0", "f", "F", "false", "False", "FALSE"})
-"""What strconv.ParseBool takes for false; every other value of the annotation is true or counts as not written."""
 
 
 FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -36,8 +35,8 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 
 
 def rewritten(annotations: Mapping[str, str]) -> bool:
-    """Whether the injector hands the probes of an injected pod to the agent."""
-    return annotations.get(REWRITE, "") not in _FALSE
+    """Whether the injector hands the probes of an injected pod to the agent. A value that is no boolean counts as not written."""
+    return parse_bool(annotations.get(REWRITE, "")) is not False
 
 
 def read(

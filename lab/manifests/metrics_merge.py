@@ -11,12 +11,11 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
+from lab.manifests.go_bool import parse_bool
 from lab.manifests.injection import PROXY_PORTS
 from lab.manifests.model import MeshConfig, Pod
 
 MERGE = "prometheus.istio.io/merge-metrics"
-_TRUE = frozenset({"1", "t", "T", "true", "True", "TRUE"})
-_FALSE = frozenset({"0", "f", "F", "false", "False", "FALSE"})
 _NAMES = {
     "prometheus_io_scrape": "scrape",
     "prometheus_io_path": "path",
@@ -64,11 +63,16 @@ def merged(pod: Pod, config: MeshConfig) -> Pod:
     written = _read(pod.meta.annotations)
     values = written.values
     switch = pod.meta.annotations.get(MERGE, "")
-    if switch not in _TRUE | _FALSE | {""}:
+    wanted = parse_bool(switch) if switch else config.enable_prometheus_merge
+    if wanted is None:
         raise BadAnnotation(MERGE, switch, 'it must be "true" or "false"')
-    wanted = switch in _TRUE if switch else config.enable_prometheus_merge
     status_port = config.status_port
-    if not pod.injected or not wanted or values.get("scrape") in _FALSE or values.get("port") == str(status_port):
+    if (
+        not pod.injected
+        or not wanted
+        or parse_bool(values.get("scrape", "")) is False
+        or values.get("port") == str(status_port)
+    ):
         return pod
     targets = _targets(values.get("targets", ""))
     for name, port in [("targets", port) for port, _ in targets] or [("port", values.get("port", ""))]:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from agent.scrape_config import ScrapeTarget, parse_scrape_config
+from agent.scrape_config import RESERVED_PORTS, ScrapeTarget, parse_scrape_config
 from lab.errors import InputError
 from lab.manifests import injection
 from lab.manifests.load import load_text
@@ -72,6 +72,10 @@ def test_what_is_not_to_be_merged_stays(annotations: dict[str, str], mesh_config
     mesh = pod(annotations, mesh_config, labels)
     assert mesh.pods[0].meta.annotations == annotations
     assert scraped(mesh) == []
+
+
+def test_the_agent_refuses_the_same_ports() -> None:
+    assert set(RESERVED_PORTS) == injection.PROXY_PORTS
 
 
 def test_the_pods_word_beats_the_meshs() -> None:
